@@ -1,0 +1,39 @@
+"""Build gyre_megatron and its native extension.
+
+Every `csrc/cpu/*.cpp` is compiled; every `csrc/cuda/*.cu` too where a CUDA build of torch and nvcc exist.
+`GYRE_SKIP_CUDA_BUILD=1` leaves the CUDA sources out. Operators register themselves under `torch.ops.gyre`.
+"""
+
+import os
+import shutil
+from glob import glob
+
+from setuptools import find_packages, setup
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+import torch
+
+CXX_FLAGS = ["-O3", "-std=c++20", "-march=native", "-fopenmp", "-Wall", "-Wextra", "-Werror=return-type"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo"]
+
+
+def with_cuda() -> bool:
+    skip = os.environ.get("GYRE_SKIP_CUDA_BUILD", "0") == "1"
+    return not skip and torch.version.cuda is not None and CUDA_HOME is not None and shutil.which("nvcc") is not None
+
+
+def extension():
+    cpu, cuda = sorted(glob("csrc/cpu/*.cpp")), sorted(glob("csrc/cuda/*.cu"))
+    common = dict(name="gyre_megatron._C", include_dirs=[os.path.abspath("csrc/include")])
+    link = ["-fopenmp"]
+    if with_cuda() and cuda:
+        args = {"cxx": [*CXX_FLAGS, "-DGYRE_WITH_CUDA"], "nvcc": NVCC_FLAGS}
+        return CUDAExtension(sources=cpu + cuda, extra_compile_args=args, extra_link_args=link, **common)
+    return CppExtension(sources=cpu, extra_compile_args={"cxx": CXX_FLAGS}, extra_link_args=link, **common)
+
+
+setup(
+    packages=find_packages(include=["gyre_megatron", "gyre_megatron.*"]),
+    package_data={"gyre_megatron": ["**/*.jinja", "**/*.yaml", "**/*.html"]},
+    ext_modules=[extension()] if glob("csrc/cpu/*.cpp") else [],
+    cmdclass={"build_ext": BuildExtension},
+)
