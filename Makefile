@@ -1,0 +1,7 @@
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: build
+build:
+	$(BIN)/python setup.py -q build_ext --inplace
