@@ -196,6 +196,8 @@ class Architecture(Section):
         """
         file = Path(path) / "config.json"
         if not file.is_file():
-            raise ConfigError(f"no checkpoint at {path}: {file} does not exist; set model.checkpoint to a directory "
-                              "in Hugging Face format (config.json, *.safetensors, tokenizer.json)")
+            raise ConfigError(
+                f"no checkpoint at {path}: {file} does not exist; set model.checkpoint to a directory "
+                "in Hugging Face format (config.json, *.safetensors, tokenizer.json)"
+            )
         return cls.from_hf(json.loads(file.read_text()))

@@ -1,0 +1,104 @@
+"""Who talks to whom across cells, and the stand-alone process groups that carry it.
+
+A cell is its own `torch.distributed` world, so Megatron sees only the cell. Everything that crosses
+cells (gradients to the core, weights down the chain) uses groups made here once at start: for every
+membership prefix of cells 0..k-1 and every position inside a cell, one group. Cells join training in a
+fixed order, so no other memberships exist and no communicator is ever created during a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gyre_megatron.errors import CellError, LayoutError
+
+
+@dataclass(frozen=True)
+class CellTopology:
+    """How the ranks of a job are grouped into equal cells: rank r is position r % ranks_per_cell of its cell."""
+
+    world_size: int
+    num_cells: int
+
+    def __post_init__(self) -> None:
+        if self.num_cells < 1 or self.world_size % self.num_cells:
+            raise LayoutError(
+                f"{self.world_size} ranks cannot be divided into {self.num_cells} equal cells; start torchrun with a "
+                f"multiple of {self.num_cells} processes, or change cluster.num_cells"
+            )
+
+    @property
+    def ranks_per_cell(self) -> int:
+        return self.world_size // self.num_cells
+
+    def cell_of(self, rank: int) -> int:
+        return rank // self.ranks_per_cell
+
+    def position_of(self, rank: int) -> int:
+        return rank % self.ranks_per_cell
+
+
+def make_group(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Make one process group outside the default world.
+
+    Args:
+        store: a store that all members reach.
+        name: unique among the groups made from `store`.
+        rank, size: this member's place in the group.
+        timeout: a collective that takes longer fails on every member.
+    """
+    prefixed = dist.PrefixStore(name, store)
+    if torch.cuda.is_available():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+    return dist.ProcessGroupGloo(prefixed, rank, size, timeout=timeout)
+
+
+class CrossCellGroups:
+    """The groups of one rank: its position in every prefix of cells that contains its own cell."""
+
+    def __init__(self, store: dist.Store, topology: CellTopology, rank: int, timeout: timedelta) -> None:
+        self.topology = topology
+        self.cell = topology.cell_of(rank)
+        self.position = topology.position_of(rank)
+        self._groups = {
+            prefix: make_group(store, f"gyre/prefix{prefix}/position{self.position}", self.cell, prefix, timeout)
+            for prefix in range(max(2, self.cell + 1), topology.num_cells + 1)
+        }
+
+    def reduce_to_core(self, tensor: torch.Tensor, prefix: int) -> None:
+        """Sum `tensor` (contiguous, same shape at this position of every cell < prefix) into the core cell's copy."""
+        if prefix == 1:
+            return
+        options = dist.ReduceOptions()
+        options.rootRank = 0
+        self._wait(self._group(prefix).reduce([tensor], options), "reduction to the core", prefix)
+
+    def broadcast_from_core(self, tensor: torch.Tensor, prefix: int | None = None) -> None:
+        """Overwrite `tensor` with the core cell's copy in every cell < prefix (default: all cells)."""
+        prefix = self.topology.num_cells if prefix is None else prefix
+        if prefix == 1:
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._wait(self._group(prefix).broadcast([tensor], options), "broadcast from the core", prefix)
+
+    def group(self, prefix: int) -> dist.ProcessGroup:
+        """The raw group of cells 0..prefix-1 at this position, for transports that send and receive themselves."""
+        return self._group(prefix)
+
+    def _group(self, prefix: int) -> dist.ProcessGroup:
+        if prefix not in self._groups:
+            raise CellError(f"cell {self.cell} is not a member of the prefix of {prefix} cells")
+        return self._groups[prefix]
+
+    def _wait(self, work: dist.Work, what: str, prefix: int) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CellError(f"{what} over cells 0..{prefix - 1} failed at position {self.position}: {error}") from error
