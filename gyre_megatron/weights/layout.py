@@ -1,0 +1,109 @@
+"""What a layout answers: which local tensors a rank has, and who holds the parts of a canonical tensor.
+
+Implemented by `MegatronLayout`, `SglangLayout`, `WholeLayout` (a checkpoint, or one process that holds everything)
+and `ListedLayout` (pieces given rank by rank, e.g. read from an engine's real modules).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from gyre_megatron.errors import LayoutError
+from gyre_megatron.weights.boxes import Index, LocalTensor, Piece, contiguous_strides
+
+
+class Shard(NamedTuple):
+    """Pieces of one canonical tensor that all of `ranks` hold alike (replicas of each other)."""
+
+    pieces: tuple[Piece, ...]
+    ranks: tuple[int, ...]
+
+
+class Layout(ABC):
+    """A division of a model's canonical tensors over numbered ranks."""
+
+    num_ranks: int
+
+    @abstractmethod
+    def tensors(self, rank: int) -> Sequence[LocalTensor]:
+        """The local tensors of one rank."""
+
+    @abstractmethod
+    def shards(self, name: str) -> Sequence[Shard]:
+        """Everything that is held of canonical tensor `name`, replicas together; empty if nobody holds it."""
+
+    def pieces(self, rank: int) -> Iterable[Piece]:
+        """All pieces of one rank."""
+        return (piece for tensor in self.tensors(rank) for piece in tensor.pieces)
+
+    def names(self, rank: int) -> list[str]:
+        """Canonical tensors of which `rank` holds a part, each once, in local order."""
+        return list(dict.fromkeys(piece.name for piece in self.pieces(rank)))
+
+    def digest(self) -> str:
+        """A short hash that changes whenever any rank's tensors or pieces change."""
+        state = hashlib.blake2b(digest_size=16)
+        for rank in range(self.num_ranks):
+            for tensor in self.tensors(rank):
+                state.update(repr((rank, tensor)).encode())
+        return state.hexdigest()
+
+
+class ListedLayout(Layout):
+    """A layout given as the list of every rank's local tensors."""
+
+    def __init__(self, tensors: Sequence[Sequence[LocalTensor]]) -> None:
+        self._tensors = [tuple(rank) for rank in tensors]
+        self.num_ranks = len(self._tensors)
+
+    def tensors(self, rank: int) -> Sequence[LocalTensor]:
+        return self._tensors[rank]
+
+    def shards(self, name: str) -> Sequence[Shard]:
+        return self._index.get(name, ())
+
+    @cached_property
+    def _index(self) -> dict[str, tuple[Shard, ...]]:
+        by_name: dict[str, dict[tuple[Piece, ...], list[int]]] = {}
+        for rank, tensors in enumerate(self._tensors):
+            mine: dict[str, list[Piece]] = {}
+            for piece in (piece for tensor in tensors for piece in tensor.pieces):
+                mine.setdefault(piece.name, []).append(piece)
+            for name, pieces in mine.items():
+                by_name.setdefault(name, {}).setdefault(tuple(pieces), []).append(rank)
+        return {name: tuple(Shard(p, tuple(r)) for p, r in held.items()) for name, held in by_name.items()}
+
+
+class WholeLayout(ListedLayout):
+    """Every tensor whole: on rank `owner` of `num_ranks`. Describes a checkpoint or a gathering leader."""
+
+    def __init__(self, tensors: Mapping[str, Index], num_ranks: int = 1, owner: int = 0) -> None:
+        local = [whole_tensor(name, shape) for name, shape in tensors.items()]
+        super().__init__([local if rank == owner else [] for rank in range(num_ranks)])
+
+
+def whole_tensor(name: str, shape: Index) -> LocalTensor:
+    """A local tensor that is a canonical tensor, under the same name."""
+    piece = Piece(name, (0,) * len(shape), shape, name, 0, contiguous_strides(shape))
+    return LocalTensor(name, shape, (piece,))
+
+
+def check_bound(rank: int, expected: Sequence[LocalTensor], found: Mapping[str, Index]) -> None:
+    """Compare a layout with the real tensors of a rank.
+
+    Raises:
+        LayoutError: a tensor is missing, unknown to the layout, or has another shape.
+    """
+    shapes = {tensor.key: tensor.shape for tensor in expected}
+    missing, unknown = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
+    wrong = [f"{k}: {found[k]} instead of {shapes[k]}" for k in shapes.keys() & found.keys() if found[k] != shapes[k]]
+    for what, names in (("missing", missing), ("without a place in the layout", unknown), ("of another shape", wrong)):
+        if names:
+            raise LayoutError(
+                f"rank {rank}: {len(names)} tensors {what}, first {names[:4]}; the layout's sizes, naming style or "
+                "architecture do not describe this model"
+            )

@@ -1,0 +1,178 @@
+"""Who sends which box to whom: pure intersection of two layouts, local to one rank, without communication.
+
+Invariant: every element of every destination piece is written exactly once, or the plan is refused by name.
+Both ends of a pair compute the same list of parcels in the same order, so a packed stream needs no headers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from gyre_megatron.errors import PlanError
+from gyre_megatron.weights.boxes import Box, Piece, intersect, subtract
+from gyre_megatron.weights.layout import Layout, Shard
+
+
+class Parcel(NamedTuple):
+    """One box on its way: read it from `source` (a piece of the sending rank), write it to `target`."""
+
+    box: Box
+    source: Piece
+    target: Piece
+
+    @property
+    def numel(self) -> int:
+        return self.box.numel
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank does in a reshard: it sends, receives and copies locally, each list in stream order."""
+
+    rank: int
+    sends: dict[int, list[Parcel]] = field(default_factory=dict)
+    receives: dict[int, list[Parcel]] = field(default_factory=dict)
+    local: list[Parcel] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class World:
+    """How the two layouts' ranks map to processes.
+
+    Source rank i is process `sources[i]`, destination rank i is process `targets[i]`. A process that is both keeps
+    its own boxes by a local copy.
+    """
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+    @classmethod
+    def colocated(cls, source: Layout, target: Layout) -> World:
+        """Both layouts number the same processes from 0."""
+        return cls(tuple(range(source.num_ranks)), tuple(range(target.num_ranks)))
+
+
+def plan_rank(
+    source: Layout, target: Layout, process: int, world: World | None = None, names: Iterable[str] | None = None
+) -> RankPlan:
+    """Plan one process's part of moving `target`'s tensors out of `source`.
+
+    Args:
+        process: the process to plan for.
+        world: processes of both layouts' ranks; None means that both number the same processes.
+        names: restrict the plan to these canonical tensors (all processes must pass the same set).
+
+    Raises:
+        PlanError: a destination element has no source, or a destination tensor no source tensor; named.
+    """
+    world = world or World.colocated(source, target)
+    wanted = None if names is None else set(names)
+    source_ranks = [r for r, p in enumerate(world.sources) if p == process]
+    target_ranks = [r for r, p in enumerate(world.targets) if p == process]
+    outgoing = {name for rank in source_ranks for name in source.names(rank)}
+    incoming = {name for rank in target_ranks for name in target.names(rank)}
+    plan = RankPlan(process)
+    for name in sorted(outgoing | incoming):
+        if wanted is not None and name not in wanted:
+            continue
+        shards = source.shards(name), target.shards(name)
+        only = None if name in outgoing else set(target_ranks)
+        for s, t, parcel in _routes(name, *shards, world, only):
+            sender, receiver = world.sources[s], world.targets[t]
+            if sender == receiver == process:
+                plan.local.append(parcel)
+            elif sender == process:
+                plan.sends.setdefault(receiver, []).append(parcel)
+            elif receiver == process:
+                plan.receives.setdefault(sender, []).append(parcel)
+    return plan
+
+
+def _routes(
+    name: str, sources: Sequence[Shard], targets: Sequence[Shard], world: World, only: set[int] | None
+) -> Iterator[tuple[int, int, Parcel]]:
+    """(source rank, target rank, parcel) of one tensor, target by target."""
+    spread = zlib.crc32(name.encode())
+    for pieces, ranks in targets:
+        for rank in ranks:
+            if only is not None and rank not in only:
+                continue
+            ordered = _nearest_first(sources, world, world.targets[rank])
+            for piece in pieces:
+                yield from _cover(name, piece, rank, ordered, world, spread + rank)
+
+
+def _nearest_first(sources: Sequence[Shard], world: World, process: int) -> list[Shard]:
+    """Shards that `process` holds itself come first, reduced to it; others keep all their replicas."""
+    near, far = [], []
+    for pieces, ranks in sources:
+        own = tuple(r for r in ranks if world.sources[r] == process)
+        (near if own else far).append(Shard(pieces, own or ranks))
+    return near + far
+
+
+def _cover(
+    name: str, piece: Piece, rank: int, sources: Sequence[Shard], world: World, spread: int
+) -> Iterator[tuple[int, int, Parcel]]:
+    missing = [piece.box]
+    for pieces, holders in sources:
+        holder = holders[spread % len(holders)]
+        for offered in pieces:
+            if not missing:
+                return
+            if not offered.source:
+                continue
+            rest: list[Box] = []
+            for box in missing:
+                common = intersect(box, offered.box)
+                if common is None:
+                    rest.append(box)
+                    continue
+                yield holder, rank, Parcel(common, offered, piece)
+                rest += subtract(box, common)
+            missing = rest
+    if missing:
+        reason = "no rank of the source layout holds it" if not sources else f"{missing[0]} is held by nobody"
+        raise PlanError(
+            f"{name} -> {piece.tensor} on destination rank {rank}: {reason}; both layouts must describe the same model"
+        )
+
+
+def check_coverage(target: Layout, rank: int, parcels: Iterable[Parcel]) -> None:
+    """Prove that `parcels` write every element of destination `rank` exactly once.
+
+    Raises:
+        PlanError: an element would be written twice or not at all.
+    """
+    written: dict[Piece, list[Box]] = {}
+    for parcel in parcels:
+        for box in written.setdefault(parcel.target, []):
+            if intersect(box, parcel.box) is not None:
+                raise PlanError(f"{parcel.target.name}: {parcel.box} of {parcel.target.tensor} is written twice")
+        written[parcel.target].append(parcel.box)
+    for piece in target.pieces(rank):
+        covered = sum(box.numel for box in written.pop(piece, []))
+        if covered != piece.numel:
+            raise PlanError(
+                f"{piece.name}: {piece.numel - covered} of {piece.numel} elements of {piece.tensor} on rank {rank} "
+                "would not be written"
+            )
+    if written:
+        extra = next(iter(written))
+        raise PlanError(f"{extra.name}: the plan writes {extra.tensor}, which destination rank {rank} does not have")
+
+
+def plan_digest(source: Layout, target: Layout, epoch: int, addresses: Mapping[str, int], dtypes: Sequence[str]) -> str:
+    """The key under which a plan may be reused: it changes with layouts, addresses, dtypes and membership epoch."""
+    state = hashlib.blake2b(digest_size=16)
+    state.update(repr((source.digest(), target.digest(), epoch, sorted(addresses.items()), tuple(dtypes))).encode())
+    return state.hexdigest()
+
+
+def total_numel(parcels: Iterable[Parcel]) -> int:
+    return sum(prod(parcel.box.shape) for parcel in parcels)

@@ -1,0 +1,1 @@
+"""Ways to carry a bucket from one process to another, behind `base.Transport`."""

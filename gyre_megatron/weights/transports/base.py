@@ -1,0 +1,121 @@
+"""What a transport offers the executor: one ordered, bounded stream of buffers per pair of processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gyre_megatron.errors import TransferError
+
+
+class Outbox(ABC):
+    """The sending end of a stream."""
+
+    @abstractmethod
+    def slot(self, nbytes: int) -> torch.Tensor:
+        """A uint8 buffer of `nbytes` to fill; waits until one is free."""
+
+    @abstractmethod
+    def post(self) -> None:
+        """Send the buffer last taken."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until everything posted has left and the buffers may be dropped."""
+
+
+class Inbox(ABC):
+    """The receiving end of a stream."""
+
+    @abstractmethod
+    def slot(self, nbytes: int) -> torch.Tensor:
+        """The next buffer of `nbytes`, filled; waits until it has arrived."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the buffer last taken back to the stream."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the stream and drop its buffers."""
+
+
+class Transport(ABC):
+    """Streams between this process and its peers. Every wait ends after `timeout_s` with a TransferError.
+
+    Args:
+        store: reached by all processes; carries the vote at the end of each swap.
+        name: keeps the keys of several transports on one store apart.
+    """
+
+    def __init__(self, store: dist.Store, process: int, num_processes: int, name: str, timeout_s: float) -> None:
+        self.process, self.num_processes, self.timeout_s = process, num_processes, timeout_s
+        self.store = dist.PrefixStore(name, store)
+        self.swap, self.attempt = 0, 0
+        self.peak_staging_bytes = 0
+        self._held, self._lock = 0, threading.Lock()
+
+    @abstractmethod
+    def outbox(self, peer: int, bucket_bytes: int) -> Outbox:
+        """Open the stream to `peer`."""
+
+    @abstractmethod
+    def inbox(self, peer: int, bucket_bytes: int) -> Inbox:
+        """Open the stream from `peer`; `bucket_bytes` bounds its buffers."""
+
+    @abstractmethod
+    def break_off(self) -> None:
+        """Make every wait of this process and of its peers in the current swap fail soon."""
+
+    def begin(self) -> None:
+        """Enter a swap; collective. After a failed one, connections are made afresh."""
+        self.swap += 1
+
+    def finish(self, succeeded: bool) -> None:
+        """Vote on the current swap; collective.
+
+        Raises:
+            TransferError: this or another process failed, or did not vote within the timeout.
+        """
+        verdicts = self._vote(succeeded)
+        bad = [process for process, verdict in enumerate(verdicts) if verdict != b"1"]
+        if bad:
+            self.attempt += 1
+            self.recover()
+            silent = [process for process in bad if verdicts[process] is None]
+            why = (
+                f"processes {bad} failed" if not silent else f"processes {silent} did not answer in {self.timeout_s} s"
+            )
+            raise TransferError(f"weight swap {self.swap} was given up: {why}; the previous weights stay in place")
+
+    def _vote(self, succeeded: bool) -> list[bytes | None]:
+        prefix, deadline = f"vote{self.swap}.", time.monotonic() + self.timeout_s
+        self.store.set(f"{prefix}{self.process}", b"1" if succeeded else b"0")
+        verdicts: list[bytes | None] = []
+        for process in range(self.num_processes):
+            left = max(0.01, deadline - time.monotonic())
+            try:
+                self.store.wait([f"{prefix}{process}"], timedelta(seconds=left))
+                verdicts.append(self.store.get(f"{prefix}{process}"))
+            except dist.DistStoreError:
+                verdicts.append(None)
+        if self.swap > 2:  # everyone has read the vote before the last one
+            self.store.delete_key(f"vote{self.swap - 2}.{self.process}")
+        return verdicts
+
+    def recover(self) -> None:  # noqa: B027 (most transports keep no connections)
+        """Forget the connections of a failed swap."""
+
+    def close(self) -> None:  # noqa: B027 (most transports hold nothing)
+        """Free what the transport holds."""
+
+    def account(self, nbytes: int) -> None:
+        """Note staging memory taken (or, if negative, freed)."""
+        with self._lock:
+            self._held += nbytes
+            self.peak_staging_bytes = max(self.peak_staging_bytes, self._held)
