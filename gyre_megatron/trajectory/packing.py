@@ -39,6 +39,7 @@ class PackedBin:
         trajectory_advantages: float32 [J].
         trajectory_executions: int32 [J]; index of the execution in the list that was packed.
         trajectory_roles: str [J].
+        bin_weight: float32 []; the bin's share of the batch's unique tokens, each execution counting alike.
         routed_experts: int16 [T, num_moe_layers, experts_per_token], -1 where the engine returned none; or None.
     """
 
@@ -57,6 +58,7 @@ class PackedBin:
     trajectory_advantages: np.ndarray
     trajectory_executions: np.ndarray
     trajectory_roles: np.ndarray
+    bin_weight: np.ndarray
     routed_experts: np.ndarray | None = None
 
     @property
@@ -76,7 +78,9 @@ class PackedBin:
         """A bin without tokens, for a data-parallel replica that has nothing left to do."""
         ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
         kinds = {f.name: floats if f.name in _FLOAT_FIELDS else ints for f in fields(cls)}
-        return cls(**(kinds | {"trajectory_roles": np.zeros(0, "<U1"), "routed_experts": None}))
+        return cls(
+            **(kinds | {"trajectory_roles": np.zeros(0, "<U1"), "bin_weight": np.float32(0), "routed_experts": None})
+        )
 
     def to_bytes(self) -> bytes:
         """Serialise as an npz archive (no pickle)."""
@@ -120,8 +124,8 @@ def pack(
 
     Args:
         num_executions: Executions of the whole batch (not only of `trees`): the outer mean of the loss.
-        denominator: `execution`: mean over an execution's trained tokens; `batch_tokens`: mean over all trained tokens of
-            `trees`; `constant`: sum over `constant_length` (Dr. GRPO).
+        denominator: `execution`: mean over an execution's trained tokens; `batch_tokens`: mean over all trained tokens
+            of `trees`; `constant`: sum over `constant_length` (Dr. GRPO).
         keep_executions_whole: never split an execution over bins (needed by the execution-level ratio).
         linear_cost: cost of a token's matrix products, in visible pairs (about 6 hidden sizes).
 
@@ -136,7 +140,11 @@ def pack(
         for index, tree in enumerate(trees)
         for item in _split(tree, index, token_budget, keep_executions_whole, linear_cost)
     ]
-    return [_build_bin(group, scales) for group in _assign(items, token_budget)]
+    tokens = np.zeros(len(trees))
+    for item in items:
+        tokens[item.execution] += item.num_tokens
+    shares = 1.0 / (np.maximum(tokens, 1) * num_executions)
+    return [_build_bin(group, scales, shares) for group in _assign(items, token_budget)]
 
 
 def _token_weights(
@@ -326,17 +334,19 @@ class _Writer:
         )
 
 
-def _build_bin(items: list[_Item], scales: list[float]) -> PackedBin:
+def _build_bin(items: list[_Item], scales: list[float], shares: np.ndarray) -> PackedBin:
     writer = _Writer()
     for item in sorted(items, key=lambda it: (it.execution, it.trajectories)):
         writer.add_item(item, scales[item.execution])
-    packed: dict[str, np.ndarray | None] = {}
+    packed: dict[str, np.ndarray | None] = {
+        "bin_weight": np.float32(sum(item.num_tokens * shares[item.execution] for item in items))
+    }
     for name, parts in writer.columns.items():
         if name == "routed_experts":
             packed[name] = writer.routed_experts()
         elif name == "trajectory_roles":
             packed[name] = np.concatenate(parts)
-        else:
+        elif name != "bin_weight":
             kind = np.float32 if name in _FLOAT_FIELDS else np.int32
             packed[name] = np.concatenate([np.asarray(p) for p in parts] or [np.zeros(0)]).astype(kind)
     return PackedBin(**packed)  # type: ignore[arg-type]

@@ -1,0 +1,54 @@
+"""Checkpoints in Megatron's torch_dist format: readable in another parallel layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+
+from gyre_megatron.errors import CheckpointError
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _state(chunks: list[torch.nn.Module], optimizer, schedule, *, is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        f"model{i}" if len(chunks) > 1 else "model": chunk.sharded_state_dict(metadata=_metadata())
+        for i, chunk in enumerate(chunks)
+    }
+    if optimizer is not None:
+        models = {k: v for k, v in state.items() if k.startswith("model")}
+        model = models if len(chunks) > 1 else models["model"]
+        state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())
+        state["schedule"] = schedule.state_dict()
+    return state
+
+
+def save(directory: str | Path, chunks: list[torch.nn.Module], optimizer, schedule) -> None:
+    """Collective over the cell; the directory must exist and be empty."""
+    dist_checkpointing.save(_state(chunks, optimizer, schedule, is_loading=False), str(directory))
+
+
+def load(directory: str | Path, chunks: list[torch.nn.Module], optimizer, schedule) -> None:
+    """Collective over the cell; a cell without an optimizer reads the weights alone.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint at `directory`.
+    """
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
+        raise CheckpointError(f"{directory} holds no complete Megatron checkpoint (no metadata.json); choose another")
+    loaded = dist_checkpointing.load(_state(chunks, optimizer, schedule, is_loading=True), str(directory))
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{i}" if len(chunks) > 1 else "model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded["optimizer"])
+        schedule.load_state_dict(loaded["schedule"])

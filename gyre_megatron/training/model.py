@@ -1,0 +1,98 @@
+"""GPT on packed trees: rotary embeddings by depth, and edge statistics instead of logits."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gyre_megatron.algos.logprobs import edge_statistics
+from gyre_megatron.config.model import Architecture
+from gyre_megatron.config.training import TrainingConfig
+from gyre_megatron.training.layer_spec import tree_layer_spec
+from gyre_megatron.training.model_config import padded_vocab_size, transformer_config
+from gyre_megatron.training.tree_batch import TreeBatch
+
+
+class TreeGPTModel(GPTModel):
+    """Megatron's GPTModel; the last stage returns fp32 [3, E]: log-probability, entropy, squared gradient norm."""
+
+    def __init__(self, config: TransformerConfig, spec, architecture: Architecture, training: TrainingConfig, **kwargs):
+        super().__init__(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=padded_vocab_size(architecture.vocab_size, training.tp),
+            max_sequence_length=architecture.max_position_embeddings,
+            position_embedding_type="none",  # rotary embeddings are made here, from depths
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+            parallel_output=True,
+            **kwargs,
+        )
+        self.true_vocab_size, self.head_chunk = architecture.vocab_size, training.head_chunk
+        rotary = int(architecture.head_dim * architecture.partial_rotary_factor)
+        steps = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
+        self.register_buffer("inverse_frequencies", 1.0 / architecture.rope_theta**steps, persistent=False)
+        self.batch: TreeBatch | None = None
+
+    def forward(self, batch: TreeBatch) -> torch.Tensor:
+        """Hidden states [T, 1, H] for the next stage, or the statistics of the batch's edges."""
+        self.batch = batch
+        return super().forward(
+            input_ids=batch.token_ids, position_ids=None, attention_mask=None, packed_seq_params=batch.params
+        )
+
+    def _preprocess(self, *args, packed_seq_params=None, **kwargs):
+        outputs = list(super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs))
+        angles = packed_seq_params.positions[:, None].float() * self.inverse_frequencies
+        outputs[1] = torch.cat([angles, angles], dim=-1)[:, None, None, :]  # [T, 1, 1, rotary size]
+        return tuple(outputs)
+
+    def _postprocess(self, hidden_states, **_) -> torch.Tensor:
+        if not self.post_process:
+            return hidden_states
+        batch, self.batch = self.batch, None
+        assert batch is not None
+        group = mpu.get_tensor_model_parallel_group()
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
+        tied = self.share_embeddings_and_output_weights
+        statistics = edge_statistics(
+            hidden_states.squeeze(1).index_select(0, batch.sources),
+            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
+            batch.labels,
+            batch.temperatures,
+            group=group if group.size() > 1 else None,
+            chunk=self.head_chunk,
+            vocab_size=self.true_vocab_size,
+        )
+        return torch.stack([statistics.logprobs, statistics.entropies, statistics.square_norms])
+
+
+def build_model_chunks(
+    architecture: Architecture, training: TrainingConfig, *, initialize_weights: bool
+) -> list[TreeGPTModel]:
+    """This rank's chunks of the model, one per virtual pipeline stage, on its device."""
+    config = transformer_config(architecture, training, initialize_weights=initialize_weights)
+    chunks = []
+    for stage in range(training.vpp) if training.vpp else [None]:
+        place = dict(ignore_virtual=stage is None, vp_stage=stage)
+        spec = tree_layer_spec(config, vp_stage=stage, transformer_engine=training.transformer_engine)
+        chunk = TreeGPTModel(
+            config,
+            spec,
+            architecture,
+            training,
+            pre_process=mpu.is_pipeline_first_stage(**place),
+            post_process=mpu.is_pipeline_last_stage(**place),
+            rotary_percent=architecture.partial_rotary_factor,
+            vp_stage=stage,
+        )
+        chunks.append(chunk.to(device=torch.cuda.current_device()))
+    return chunks

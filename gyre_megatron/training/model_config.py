@@ -1,0 +1,150 @@
+"""Translates an architecture and a training config into Megatron's TransformerConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gyre_megatron.config.model import Architecture
+from gyre_megatron.config.training import TrainingConfig
+from gyre_megatron.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def transformer_config(
+    architecture: Architecture, config: TrainingConfig, *, initialize_weights: bool
+) -> TransformerConfig:
+    """Megatron's configuration of this model in this layout.
+
+    `calculate_per_token_loss` is always on: Megatron then sums gradients over data- and context-parallel ranks without
+    rescaling, which is what edge weights fixed at admission need.
+
+    Raises:
+        ConfigError: the family has no tree layers.
+    """
+    if architecture.mla is not None:
+        raise ConfigError(
+            f"model family {architecture.family} uses multi-head latent attention, whose tree attention is not "
+            "available; train qwen3, qwen3_moe or qwen3_next"
+        )
+    dtype = DTYPES[config.dtype]
+    return TransformerConfig(
+        **_shape(architecture),
+        **_layout(config, dtype),
+        **_no_fusion(),
+        **_recompute(config),
+        **_moe(architecture, config),
+        **_gdn(architecture),
+        perform_initialization=initialize_weights,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        calculate_per_token_loss=True,
+    )
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding: the vocabulary padded so that tensor-parallel ranks hold equal shares."""
+    return -(-vocab_size // tp) * tp
+
+
+def _shape(a: Architecture) -> dict[str, Any]:
+    return dict(
+        num_layers=a.num_layers,
+        hidden_size=a.hidden_size,
+        num_attention_heads=a.num_attention_heads,
+        num_query_groups=a.num_key_value_heads,
+        kv_channels=a.head_dim,
+        ffn_hidden_size=a.intermediate_size or 4 * a.hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=a.rms_norm_eps,
+        layernorm_zero_centered_gamma=a.gdn is not None,
+        qk_layernorm=a.qk_norm,
+        attention_output_gate=a.attention_output_gate,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+    )
+
+
+def _layout(config: TrainingConfig, dtype: torch.dtype) -> dict[str, Any]:
+    fields: dict[str, Any] = dict(
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp,
+        context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.expert_tp,
+        sequence_parallel=config.uses_sequence_parallel,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=True,
+    )
+    if config.vpp is not None:  # with the defaults, PP=2 interleaved gives silently wrong gradients
+        fields |= dict(overlap_p2p_comm=True, batch_p2p_comm=False)
+    return fields
+
+
+def _no_fusion() -> dict[str, Any]:
+    """Fused kernels that exist only with apex or Transformer Engine."""
+    names = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+    names += ("apply_rope_fusion", "persist_layer_norm", "cross_entropy_loss_fusion", "deallocate_pipeline_outputs")
+    return dict.fromkeys(names, False)
+
+
+def _recompute(config: TrainingConfig) -> dict[str, Any]:
+    if config.recompute == "attention":
+        return dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+    if config.recompute == "full":
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return {}
+
+
+def _moe(a: Architecture, config: TrainingConfig) -> dict[str, Any]:
+    if a.moe is None:
+        return {}
+    moe = a.moe
+    if not moe.normalize_topk:
+        raise ConfigError("norm_topk_prob=False is not supported: the router normalises over the chosen experts")
+    fields: dict[str, Any] = dict(
+        num_moe_experts=moe.num_experts,
+        moe_router_topk=moe.experts_per_token,
+        moe_ffn_hidden_size=moe.intermediate_size,
+        moe_layer_freq=[int(a.is_moe_layer(layer)) for layer in range(a.num_layers)],
+        moe_router_score_function=moe.score_function,
+        moe_router_pre_softmax=False,
+        moe_router_enable_expert_bias=moe.expert_bias,
+        moe_router_topk_scaling_factor=moe.routed_scaling_factor if moe.routed_scaling_factor != 1.0 else None,
+        moe_router_load_balancing_type="aux_loss" if config.moe_aux_loss else "none",
+        moe_aux_loss_coeff=config.moe_aux_loss,
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type=config.moe_dispatcher,
+        moe_grouped_gemm=config.transformer_engine,
+    )
+    if moe.num_groups > 1:
+        fields |= dict(moe_router_num_groups=moe.num_groups, moe_router_group_topk=moe.topk_groups)
+    if moe.shared_expert_intermediate_size:
+        fields |= dict(
+            moe_shared_expert_intermediate_size=moe.shared_expert_intermediate_size,
+            moe_shared_expert_gate=moe.shared_expert_gate,
+        )
+    return fields
+
+
+def _gdn(a: Architecture) -> dict[str, Any]:
+    if a.gdn is None:
+        return {}
+    return dict(
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=a.gdn.full_attention_interval,
+        linear_conv_kernel_dim=a.gdn.conv_kernel,
+        linear_key_head_dim=a.gdn.key_head_dim,
+        linear_value_head_dim=a.gdn.value_head_dim,
+        linear_num_key_heads=a.gdn.num_key_heads,
+        linear_num_value_heads=a.gdn.num_value_heads,
+    )

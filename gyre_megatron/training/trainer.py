@@ -1,0 +1,186 @@
+"""One rank's trainer: gradients of packed trees, and on the core cell the optimizer.
+
+The runtime calls it on every rank of a cell, in the same order: `begin_batch`, `micro_step` any number of times,
+`finish_gradients`, then on the core `optimizer_step`. Weights are frozen between `begin_batch` and the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+from gyre_megatron.algos.gspo import gspo_loss
+from gyre_megatron.config.model import Architecture
+from gyre_megatron.config.training import TrainingConfig
+from gyre_megatron.errors import ConfigError
+from gyre_megatron.training import checkpoint, parallel, parameters
+from gyre_megatron.training.model import build_model_chunks
+from gyre_megatron.training.model_config import DTYPES
+from gyre_megatron.training.optimizer import build_optimizer
+from gyre_megatron.training.reference import ReferencePolicy
+from gyre_megatron.training.schedule import replica_batches, run
+from gyre_megatron.training.scoring import collect_logprobs, sequence_bins, split_by_sequence
+from gyre_megatron.training.step_metrics import micro_step_sums, reduce_sums
+from gyre_megatron.training.tree_batch import TreeBatch
+from gyre_megatron.trajectory.packing import PackedBin
+from gyre_megatron.weights.checkpoint import load_hf_checkpoint
+from gyre_megatron.weights.parallel import ParallelRank
+
+
+class Trainer:
+    """Megatron model, gradients and (core cell only) optimizer of this rank."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        architecture: Architecture,
+        checkpoint: str | Path | None = None,
+        *,
+        with_optimizer: bool = True,
+    ) -> None:
+        """Build the model in the cell's layout; collective over the cell, whose default process group must exist.
+
+        Args:
+            checkpoint: directory in Hugging Face format; None initialises at random from `config.seed`.
+            with_optimizer: whether this cell steps weights (the core) or only makes gradients.
+
+        Raises:
+            ConfigError: the layout does not fit the ranks or the model.
+        """
+        self.config, self.architecture = config, architecture
+        parallel.initialize(config, architecture)
+        self.device = torch.device(torch.cuda.current_device())
+        self.weight_version: int | None = None
+        self.model_chunks = build_model_chunks(architecture, config, initialize_weights=checkpoint is None)
+        if checkpoint is not None:
+            load_hf_checkpoint(self.model_chunks, architecture, self.parallel_rank(), checkpoint)
+        buffers = [] if config.optimizer.distributed else parameters.flatten_parameters(self.model_chunks)
+        self._wrapped = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(self.model_chunks)]
+        self._parameter_buffers = buffers or parameters.parameter_buffers_of(self._wrapped)
+        self._reference = ReferencePolicy(self._parameter_buffers) if config.gspo.kl_coefficient else None
+        self.optimizer = self.schedule = None
+        if with_optimizer:
+            self.optimizer, self.schedule = build_optimizer(config.optimizer, DTYPES[config.dtype], self._wrapped)
+
+    def _wrap(self, chunk: torch.nn.Module, *, first: bool) -> DistributedDataParallel:
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=self.config.optimizer.distributed,
+        )
+        return DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=not first)
+
+    def parallel_rank(self) -> ParallelRank:
+        """Where this rank stands in the cell's layout, as the weights room describes it."""
+        return parallel.parallel_rank(self.config, self.architecture)
+
+    # Gradients of one batch
+
+    def begin_batch(self, weight_version: int | None = None) -> None:
+        """Zero the gradients; `weight_version` is the version in training, for staleness."""
+        self.weight_version = weight_version
+        for chunk in self._wrapped:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def micro_step(self, bins: list[PackedBin]) -> dict[str, float]:
+        """Forward and backward on a list of bins, the same on every rank of the cell; gradients accumulate.
+
+        Returns:
+            Sums over the cell (see `step_metrics`), the same on every rank; add them over micro-steps and cells.
+        """
+        batches = replica_batches(bins, self.config, self.device)
+        reference = self._reference_logprobs(batches)
+
+        def loss_function(batch: TreeBatch, statistics: torch.Tensor):
+            result = gspo_loss(
+                statistics[0],
+                statistics[1],
+                batch.edges,
+                self.config.gspo,
+                reference_logprobs=reference.get(id(batch)),
+                current_version=self.weight_version,
+                reduce=_sum_over_context if self.config.cp > 1 else None,
+            )
+            return result.loss, micro_step_sums(batch, statistics, result, self.weight_version)
+
+        return reduce_sums(run(self._wrapped, batches, loss_function, forward_only=False), self.device)
+
+    def _reference_logprobs(self, batches: list[TreeBatch]) -> dict[int, torch.Tensor]:
+        if self._reference is None:
+            return {}
+        with self._reference.weights():
+            return dict(self._logprobs(batches))
+
+    def finish_gradients(self) -> None:
+        """Reduce gradients inside the cell: data and context parallelism, sequence parallelism, tied embeddings."""
+        finalize_model_grads(self._wrapped, None)
+
+    def gradient_buffers(self) -> list[torch.Tensor]:
+        """This rank's fp32 gradients, contiguous; same order and shapes at the same position of every cell."""
+        return parameters.gradient_buffers(self._wrapped)
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, update, advance the learning rate (core cell only)."""
+        if self.optimizer is None or self.schedule is None:
+            raise ConfigError("optimizer_step was called on a satellite cell; only the core cell has an optimizer")
+        self.schedule.step(increment=1)
+        success, grad_norm, _ = self.optimizer.step()
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        return {"grad_norm": float(grad_norm or 0.0), "lr": lr, "skipped": float(not success)}
+
+    # Parameters
+
+    def parameter_buffers(self) -> list[torch.Tensor]:
+        """This rank's weights and persistent buffers, contiguous; writing to them changes the model."""
+        return [*self._parameter_buffers, *parameters.persistent_buffers(self.model_chunks)]
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters by name, prefixed with their chunk."""
+        return parameters.named_parameters(self.model_chunks)
+
+    def weights_changed(self) -> None:
+        """Tell the optimizer that weights were written from outside, so that its fp32 copies follow."""
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
+    # Scoring
+
+    @torch.no_grad()
+    def _logprobs(self, batches: list[TreeBatch]) -> list[tuple[int, torch.Tensor]]:
+        """(id of the batch, log-probabilities of its edges) on the last stage; nothing on others."""
+        keep = lambda batch, statistics: (statistics.sum(), (id(batch), statistics[0].detach()))  # noqa: E731
+        return run(self._wrapped, batches, keep, forward_only=True)
+
+    def score(self, sequences: list[list[int]], temperature: float = 1.0) -> list[np.ndarray]:
+        """Log-probability of each next token of each sequence, float32 [len - 1]; the same on every rank."""
+        bins = sequence_bins(sequences, temperature, self.config.token_budget)
+        batches = replica_batches(bins, self.config, self.device)
+        scored = dict(self._logprobs(batches))
+        return split_by_sequence(bins, collect_logprobs(bins, batches, scored, self.device), len(sequences))
+
+    # Checkpoints
+
+    def save_checkpoint(self, directory: str | Path) -> None:
+        """Write model, optimizer and schedule (collective over the core cell) into an existing directory."""
+        checkpoint.save(directory, self.model_chunks, self.optimizer, self.schedule)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Read what `save_checkpoint` wrote, possibly in another layout.
+
+        Raises:
+            CheckpointError: the directory holds no complete checkpoint.
+        """
+        checkpoint.load(directory, self.model_chunks, self.optimizer, self.schedule)
+
+
+def _sum_over_context(x: torch.Tensor) -> torch.Tensor:
+    torch.distributed.all_reduce(x, group=mpu.get_context_parallel_group())
+    return x
