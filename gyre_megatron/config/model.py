@@ -167,9 +167,9 @@ class Architecture(Section):
                 topk_groups=config.get("topk_group") or 1,
                 routed_scaling_factor=config.get("routed_scaling_factor", 1.0),
             )
-        elif config.get("num_experts"):
+        elif num_experts := config.get("num_experts") or config.get("num_local_experts"):
             fields["moe"] = MoeArchitecture(
-                num_experts=config["num_experts"],
+                num_experts=num_experts,
                 experts_per_token=config["num_experts_per_tok"],
                 intermediate_size=config["moe_intermediate_size"],
                 shared_expert_intermediate_size=config.get("shared_expert_intermediate_size", 0),
@@ -201,3 +201,39 @@ class Architecture(Section):
                 "in Hugging Face format (config.json, *.safetensors, tokenizer.json)"
             )
         return cls.from_hf(json.loads(file.read_text()))
+
+
+class TinyModelConfig(Section):
+    """A random-weight Qwen3-MoE made on the spot, for machines without accelerators."""
+
+    seed: int = 0
+    """Seed of the weights."""
+    vocab_size: int = 512
+    """Byte-level BPE: 256 bytes, the special tokens, and merges learnt from the standard library's sources."""
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 16
+    num_experts: int = 4
+    experts_per_token: int = 2
+    expert_intermediate_size: int = 64
+    max_position_embeddings: int = 4096
+    initializer_range: float = 0.05
+    """Standard deviation of the weights; larger values give the random policy a clearer dependence on its context."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class ModelConfig(Section):
+    """Which model is trained and served."""
+
+    checkpoint: str | None = None
+    """Directory of a checkpoint in Hugging Face format; empty with `tiny` set, where the run makes its own."""
+    tiny: TinyModelConfig | None = None
+    """Make a tiny random checkpoint in the run directory in place of loading one."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.checkpoint is None) == (self.tiny is None):
+            raise ValueError("set exactly one of model.checkpoint (a directory) and model.tiny (sizes and a seed)")
+        return self

@@ -1,0 +1,27 @@
+"""The waterlevel scheduler: batches, bursts, staleness and the policy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gyre_megatron.config.base import Section
+
+
+class SchedulerConfig(Section):
+    """When executions are dispatched and when cells change roles."""
+
+    policy: Literal["gyre", "colocate", "async"] = "gyre"
+    """gyre moves cells one by one as rollout work runs out; colocate moves all at once when a batch is done;
+    async keeps the core training and every other cell serving."""
+    groups_per_step: int = Field(8, ge=1)
+    """B: groups consumed by one optimizer step."""
+    executions_per_group: int = Field(16, ge=1)
+    """N: executions of one query; advantages are relative to their group (16 in the paper)."""
+    steps_per_burst: int = Field(1, ge=1)
+    """mu: optimizer steps between two publications of the weights."""
+    max_lag_steps: int = Field(0, ge=0)
+    """phi: how many steps the dispatch may run ahead of training; 0 is on-policy within a burst."""
+    cell_capacity: int = Field(16, ge=1)
+    """C_e: executions a cell serves at once."""

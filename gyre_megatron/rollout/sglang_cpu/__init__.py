@@ -1,0 +1,1 @@
+"""Runs the real SGLang server on machines without CUDA; see `launch.py`."""

@@ -1,0 +1,89 @@
+"""The batch of the step in progress: finished groups are admitted one by one, while others still run.
+
+Invariant: each edge's loss weight is fixed when its group is admitted (1 / trained tokens of its execution /
+executions of the batch), so the step does not depend on how micro-steps were packed or who took them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from gyre_megatron.config.loader import GyreConfig
+from gyre_megatron.runtime.micro_steps import MicroStepQueue
+from gyre_megatron.trajectory.packing import pack
+from gyre_megatron.trajectory.processor import process_group
+from gyre_megatron.trajectory.store import TrajectoryStore
+
+
+@dataclass
+class Batch:
+    """What was admitted to the step in progress.
+
+    Attributes:
+        group_ids: admitted groups, in order.
+        tokens: token counts by fate (captured, trained, shared, context, dropped ...), summed over groups.
+        micro_step_metrics: metrics of the micro-steps trained so far, summed.
+    """
+
+    group_ids: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    tokens: Counter[str] = field(default_factory=Counter)
+    micro_step_metrics: Counter[str] = field(default_factory=Counter)
+    num_bins: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+
+
+class BatchBuilder:
+    """Turns finished groups into micro-steps."""
+
+    def __init__(self, store: TrajectoryStore, config: GyreConfig, micro_steps: MicroStepQueue, cell_dp: int) -> None:
+        self._store = store
+        self._config = config
+        self._micro_steps = micro_steps
+        self._bins_per_micro_step = cell_dp
+        self.batch = Batch()
+
+    def ready_groups(self) -> list[str]:
+        """Finished groups that no step has trained or admitted, earliest finish first."""
+        return [group for group in self._store.finished_groups() if group not in self.batch.group_ids]
+
+    async def admit(self, group_id: str, weight_version: int) -> None:
+        """Process, pack and queue one finished group.
+
+        Args:
+            weight_version: version that is being trained, for the staleness of the group.
+        """
+        processed, bins = await asyncio.to_thread(self._process, group_id)
+        group = self._store.group(group_id)
+        outcomes = [record.outcome for record in self._store.executions(group_id=group_id)]
+        self.batch.group_ids.append(group_id)
+        self.batch.rewards += [o.reward for o in outcomes if o is not None and o.reward is not None]
+        self.batch.statuses.update(o.status for o in outcomes if o is not None)
+        self.batch.staleness.append(weight_version - group.weight_version)
+        self.batch.tokens.update(processed)
+        self.batch.num_bins += len(bins)
+        size = self._bins_per_micro_step
+        self._micro_steps.put([bins[i : i + size] for i in range(0, len(bins), size)])
+
+    def _process(self, group_id: str) -> tuple[dict[str, int], list[bytes]]:
+        scheduler, training = self._config.scheduler, self._config.training
+        processed = process_group(self._store, group_id, self._config.rollout.processor)
+        trees = [tree for tree in processed.trees if tree.advantage != 0.0 and tree.trajectories]
+        bins = pack(
+            trees,
+            training.token_budget,
+            scheduler.groups_per_step * scheduler.executions_per_group,
+            denominator=training.gspo.denominator,
+            constant_length=training.gspo.constant_length,
+            keep_executions_whole=training.gspo.ratio_level == "execution",
+        )
+        return processed.counts, [packed.to_bytes() for packed in bins]
+
+    def next_step(self) -> Batch:
+        """End the step in progress: returns its batch and starts an empty one."""
+        finished, self.batch = self.batch, Batch()
+        self._micro_steps.start_step()
+        return finished

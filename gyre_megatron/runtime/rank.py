@@ -1,0 +1,204 @@
+"""The life of one torchrun rank: find the others, start what its cell needs, then follow orders.
+
+rendezvous -> (rank 0) model checkpoint and control plane -> (leaders) SGLang server
+           -> Megatron trainer -> (resuming) core's checkpoint to every cell -> register -> orders
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gyre_megatron.config.loader import GyreConfig
+from gyre_megatron.config.model import Architecture
+from gyre_megatron.errors import CellError, GyreError
+from gyre_megatron.rollout.server import ServerSpec, SglangServer
+from gyre_megatron.runtime.cell_agent import CellAgent
+from gyre_megatron.runtime.checks import check_layout
+from gyre_megatron.runtime.control_client import ControlClient
+from gyre_megatron.runtime.control_process import ControlProcess
+from gyre_megatron.runtime.parity import ParityCheck
+from gyre_megatron.runtime.protocol import Register
+from gyre_megatron.runtime.run_directory import RunDirectory
+from gyre_megatron.runtime.tiny_model import ensure_tiny_checkpoint
+from gyre_megatron.training import Trainer
+from gyre_megatron.weights import CellWeightSync
+from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where this rank stands.
+
+    Attributes:
+        store: the job's key-value store, shared by all ranks.
+        rank: global rank.
+        topology: cells of the job.
+    """
+
+    store: dist.Store
+    rank: int
+    topology: CellTopology
+
+    @property
+    def cell(self) -> int:
+        return self.topology.cell_of(self.rank)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.topology.position_of(self.rank) == 0
+
+
+def run_rank(config: GyreConfig, config_arguments: list[str], resume: bool) -> None:
+    """Take part in a run until it ends.
+
+    Args:
+        config: the resolved configuration.
+        config_arguments: command-line words that load the same configuration, for the control plane's process.
+        resume: go on from the run directory's latest checkpoint.
+
+    Raises:
+        GyreError: configuration, cell, engine or run failed; the message says how to mend it.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    place = RankPlace(store, rank, CellTopology(world_size, config.cluster.num_cells))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    control = None
+    try:
+        if rank == 0:
+            control = _start_control_plane(config, config_arguments, resume, place)
+        url, token, step, checkpoint = _agree_on_start(place, config.cluster.start_timeout_s)
+        client = ControlClient(url, token, place.cell, config.cluster.order_poll_s)
+        reason = _run_cell(config, place, client, step, Path(checkpoint))
+        if reason:
+            raise CellError(reason)
+        if control is not None:
+            control.wait()
+    except GyreError as error:
+        store.set("gyre/start", f"error\n{error}")
+        raise
+    finally:
+        if control is not None:
+            control.stop()
+
+
+def _start_control_plane(
+    config: GyreConfig, config_arguments: list[str], resume: bool, place: RankPlace
+) -> ControlProcess:
+    checkpoint = resolve_checkpoint(config)
+    architecture = Architecture.from_checkpoint(checkpoint)
+    check_layout(config, architecture, place.topology)
+    directory = RunDirectory(Path(config.run.root) / config.run.name)
+    control = ControlProcess(config_arguments, checkpoint, place.topology.ranks_per_cell, resume, directory)
+    endpoint = control.wait_until_ready(config.cluster.start_timeout_s)
+    latest = directory.latest_checkpoint() if resume else None
+    values = (endpoint.url, endpoint.token, str(latest.step if latest else 0), str(checkpoint))
+    place.store.set("gyre/start", "\n".join(values))
+    return control
+
+
+def resolve_checkpoint(config: GyreConfig) -> Path:
+    """The Hugging Face checkpoint of the run; makes the tiny one if the config asks for it."""
+    if config.model.checkpoint is not None:
+        return Path(config.model.checkpoint).resolve()
+    assert config.model.tiny is not None  # ModelConfig allows no third way
+    digest = hashlib.sha256(config.model.tiny.model_dump_json().encode()).hexdigest()[:12]
+    return ensure_tiny_checkpoint(config.model.tiny, Path(config.run.root).resolve() / "models" / f"tiny-{digest}")
+
+
+def _agree_on_start(place: RankPlace, timeout_s: float) -> tuple[str, str, int, str]:
+    place.store.wait(["gyre/start"], timedelta(seconds=timeout_s))
+    first, *rest = place.store.get("gyre/start").decode().split("\n")
+    if first == "error":
+        raise CellError("\n".join(rest))
+    token, step, checkpoint = rest
+    return first, token, int(step), checkpoint
+
+
+def _run_cell(config: GyreConfig, place: RankPlace, client: ControlClient, step: int, checkpoint: Path) -> str:
+    """Start engine and trainer, register, follow orders; returns the reason for the stop."""
+    directory = RunDirectory(Path(config.run.root) / config.run.name)
+    server = None
+    try:
+        server = _start_server(config, place, directory, checkpoint) if place.is_leader else None
+        agent = _make_agent(config, place, client, directory, checkpoint, server, step)
+        if server is not None:
+            server.wait_until_ready()
+        dist.barrier()
+        _register(agent, client, server, step)
+        return agent.run()
+    except GyreError as error:
+        client.fail(f"rank {place.rank}: {type(error).__name__}: {error}")
+        raise
+    finally:
+        if server is not None:
+            server.stop()
+
+
+def _start_server(config: GyreConfig, place: RankPlace, directory: RunDirectory, checkpoint: Path) -> SglangServer:
+    spec = ServerSpec(
+        checkpoint=checkpoint,
+        tp=config.engine.tp or place.topology.ranks_per_cell,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        host=config.cluster.host,
+        port=0,
+        log_file=directory.log_file(f"engine_cell{place.cell}"),
+        base_gpu_id=int(os.environ.get("LOCAL_RANK", "0")),
+    )
+    server = SglangServer(spec, config.engine)
+    server.start()
+    return server
+
+
+def _make_agent(
+    config: GyreConfig,
+    place: RankPlace,
+    client: ControlClient,
+    directory: RunDirectory,
+    checkpoint: Path,
+    server: SglangServer | None,
+    step: int,
+) -> CellAgent:
+    timeout = timedelta(seconds=config.cluster.collective_timeout_s)
+    cell_store = dist.PrefixStore(f"gyre/cell{place.cell}", place.store)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    position = place.topology.position_of(place.rank)
+    ranks = place.topology.ranks_per_cell
+    dist.init_process_group(backend, store=cell_store, rank=position, world_size=ranks, timeout=timeout)
+    groups = CrossCellGroups(place.store, place.topology, place.rank, timeout)
+    architecture = Architecture.from_checkpoint(checkpoint)
+    trainer = Trainer(config.training, architecture, checkpoint, with_optimizer=place.cell == 0)
+    if step > 0:
+        _restore(trainer, groups, directory)
+    weight_sync = CellWeightSync(
+        trainer.model_chunks, architecture, trainer.parallel_rank(), config.weights, server.url if server else None
+    )
+    parity = ParityCheck(config.run.parity_sequences, architecture.vocab_size, config.run.seed)
+    return CellAgent(trainer, weight_sync, groups, server, client if place.is_leader else None, parity, step)
+
+
+def _restore(trainer: Trainer, groups: CrossCellGroups, directory: RunDirectory) -> None:
+    """The core reads the latest checkpoint; every other cell takes its weights from the core."""
+    if groups.cell == 0:
+        latest = directory.latest_checkpoint()
+        if latest is None:
+            raise CellError(f"the checkpoint in {directory.checkpoints} disappeared while the run was starting")
+        trainer.load_checkpoint(latest.directory)
+    with torch.no_grad():
+        for buffer in trainer.parameter_buffers():
+            groups.broadcast_from_core(buffer)
+
+
+def _register(agent: CellAgent, client: ControlClient, server: SglangServer | None, step: int) -> None:
+    """Bring the engine to the trainer's weights where a checkpoint moved them, then announce the cell."""
+    gap = agent.install(step)["logprob_gap"] if step > 0 else agent.parity.measure(agent.trainer, server)
+    if server is not None:
+        client.register(Register(engine_url=server.url, version=step, logprob_gap=gap))

@@ -1,0 +1,129 @@
+"""What a run keeps on disk, and who may write there.
+
+```
+runs/NAME/ lock  config.json  store.db  metrics.jsonl  timeline.jsonl  control_plane.json (while running)
+           checkpoints/step_000010/  checkpoints/latest.json  logs/  tensorboard/  timeline.png  reward.png
+```
+Invariant: one process at a time holds the lock; `latest.json` names only complete checkpoints.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gyre_megatron.errors import CheckpointError, RunDirectoryError
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A complete checkpoint: `step` optimizer steps are in it."""
+
+    step: int
+    directory: Path
+
+
+class RunDirectory:
+    """Paths of one run and the operations that must be atomic."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock_file: Any = None
+
+    @property
+    def store_file(self) -> Path:
+        return self.path / "store.db"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timeline_file(self) -> Path:
+        return self.path / "timeline.jsonl"
+
+    @property
+    def endpoint_file(self) -> Path:
+        """Address and token of the running control plane."""
+        return self.path / "control_plane.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def log_file(self, name: str) -> Path:
+        return self.path / "logs" / f"{name}.log"
+
+    def open(self, resume: bool) -> None:
+        """Take the lock and refuse to mix runs.
+
+        Raises:
+            RunDirectoryError: another run holds the directory, or it holds a run and `resume` is off, or it
+                holds none and `resume` is on.
+        """
+        if resume and not self.store_file.exists():
+            raise RunDirectoryError(f"nothing to resume in {self.path}: it holds no run; start without --resume")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock_file = (self.path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunDirectoryError(
+                f"{self.path} is in use by another run; wait for it, stop it, or set run.name to another name"
+            ) from None
+        if not resume and self.store_file.exists():
+            raise RunDirectoryError(
+                f"{self.path} holds a run already; continue it with --resume, or set run.name to another name"
+            )
+        self.log_file("x").parent.mkdir(exist_ok=True)
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Write a JSON file so that readers see the old content or the new, never half of it."""
+        staging = path.with_suffix(path.suffix + ".part")
+        with staging.open("w") as file:
+            json.dump(value, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+
+    def staging_for(self, step: int) -> Path:
+        """Where the checkpoint of `step` is written before it counts; emptied first."""
+        staging = self.checkpoints / f"step_{step:06d}.part"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        return staging
+
+    def commit_checkpoint(self, step: int, state: dict[str, Any], keep: int) -> Path:
+        """Make the staged checkpoint of `step` the latest and drop all but the `keep` newest."""
+        staging = self.checkpoints / f"step_{step:06d}.part"
+        final = self.checkpoints / f"step_{step:06d}"
+        self.write_json(staging / "state.json", state | {"step": step})
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(staging, final)
+        self.write_json(self.checkpoints / "latest.json", {"step": step, "directory": final.name})
+        for old in sorted(self.checkpoints.glob("step_[0-9]*[0-9]"))[:-keep]:
+            shutil.rmtree(old)
+        return final
+
+    def latest_checkpoint(self) -> CheckpointInfo | None:
+        """The newest complete checkpoint, or None if there is none yet.
+
+        Raises:
+            CheckpointError: latest.json names a checkpoint that is not there.
+        """
+        pointer = self.checkpoints / "latest.json"
+        if not pointer.exists():
+            return None
+        value = json.loads(pointer.read_text())
+        directory = self.checkpoints / value["directory"]
+        if not (directory / "state.json").is_file():
+            raise CheckpointError(
+                f"{pointer} names {directory}, which is missing or incomplete; restore it, or delete latest.json to "
+                "start again from the initial weights"
+            )
+        return CheckpointInfo(value["step"], directory)
