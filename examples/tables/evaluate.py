@@ -1,21 +1,22 @@
-"""Scores a workspace of the tables task by what is in its files alone; prints {"reward": R} with R in [0, 1].
-
-Each file of spec.json earns the share of its characters that are decimal digits; a missing or empty file earns 0.
-"""
+"""Scores a workspace of the tables tasks by what is in its files alone."""
 
 import json
 from pathlib import Path
 
-
-def score(path):
-    text = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
-    return sum(character in "0123456789" for character in text) / len(text) if text else 0.0
+DIGITS = "0123456789"
 
 
-def main():
-    files = json.loads(Path("spec.json").read_text())["files"]
-    print(json.dumps({"reward": sum(score(Path(name)) for name in files) / len(files)}))
+def score(workspace: Path, task: Path) -> dict:
+    """Mean over the files the task asks for of the share of characters that are decimal digits.
+
+    The list of files is read from the task, not from the workspace, which the agent may have changed. A missing or
+    empty file earns 0.
+    """
+    files = json.loads((task / "workspace" / "spec.json").read_text())["files"]
+    shares = {name: _share_of_digits(workspace / name) for name in files}
+    return {"reward": sum(shares.values()) / len(shares), "files": shares}
 
 
-if __name__ == "__main__":
-    main()
+def _share_of_digits(file: Path) -> float:
+    text = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    return sum(character in DIGITS for character in text) / len(text) if text else 0.0

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.trajectory.packing import pack
-from gyre_megatron.trajectory.processor import process_group
+from gyre_megatron.trajectory.processor import ProcessedGroup, process_group
 from gyre_megatron.trajectory.store import TrajectoryStore
 
 
@@ -57,18 +57,17 @@ class BatchBuilder:
             weight_version: version that is being trained, for the staleness of the group.
         """
         processed, bins = await asyncio.to_thread(self._process, group_id)
-        group = self._store.group(group_id)
         outcomes = [record.outcome for record in self._store.executions(group_id=group_id)]
         self.batch.group_ids.append(group_id)
-        self.batch.rewards += [o.reward for o in outcomes if o is not None and o.reward is not None]
-        self.batch.statuses.update(o.status for o in outcomes if o is not None)
-        self.batch.staleness.append(weight_version - group.weight_version)
-        self.batch.tokens.update(processed)
+        self.batch.rewards += processed.rewards.values()
+        self.batch.statuses.update(outcome.status for outcome in outcomes if outcome is not None)
+        self.batch.staleness.append(weight_version - self._store.group(group_id).weight_version)
+        self.batch.tokens.update(asdict(processed.conservation))
         self.batch.num_bins += len(bins)
         size = self._bins_per_micro_step
         self._micro_steps.put([bins[i : i + size] for i in range(0, len(bins), size)])
 
-    def _process(self, group_id: str) -> tuple[dict[str, int], list[bytes]]:
+    def _process(self, group_id: str) -> tuple[ProcessedGroup, list[bytes]]:
         scheduler, training = self._config.scheduler, self._config.training
         processed = process_group(self._store, group_id, self._config.rollout.processor)
         trees = [tree for tree in processed.trees if tree.advantage != 0.0 and tree.trajectories]
@@ -80,7 +79,7 @@ class BatchBuilder:
             constant_length=training.gspo.constant_length,
             keep_executions_whole=training.gspo.ratio_level == "execution",
         )
-        return processed.counts, [packed.to_bytes() for packed in bins]
+        return processed, [packed.to_bytes() for packed in bins]
 
     def next_step(self) -> Batch:
         """End the step in progress: returns its batch and starts an empty one."""

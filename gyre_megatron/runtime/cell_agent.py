@@ -21,7 +21,7 @@ from gyre_megatron.runtime.control_client import ControlClient
 from gyre_megatron.runtime.parity import ParityCheck
 from gyre_megatron.training import Trainer
 from gyre_megatron.trajectory.packing import PackedBin
-from gyre_megatron.weights import CellWeightSync
+from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.process_groups import CrossCellGroups
 
 Metrics = dict[str, float]

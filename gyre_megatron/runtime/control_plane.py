@@ -7,10 +7,12 @@ this module builds the state it decides on and carries its orders out.
 from __future__ import annotations
 
 import asyncio
+import random
 from functools import partial
 
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.errors import CellError, ParityError
+from gyre_megatron.rollout.harness import HarnessContext
 from gyre_megatron.rollout.router import Router
 from gyre_megatron.rollout.tasks import TaskSet
 from gyre_megatron.runtime import protocol
@@ -68,9 +70,9 @@ class ControlPlane:
             2 * cluster.collective_timeout_s,
             self._micro_step_trained,
         )
-        self.executions = ExecutionPool(
-            store, tasks, config.rollout, base_url, directory.path / "workspaces", self._room, self._wake
-        )
+        context = HarnessContext(store, tasks, config.rollout, base_url)
+        self.executions = ExecutionPool(context, self._room, self._wake)
+        self._task_order = random.Random(config.run.seed).sample(list(tasks), len(tasks))
         self._cell_versions = [trained_steps] * cluster.num_cells
         self._changed = asyncio.Event()
         self._transition: asyncio.Task[None] | None = None
@@ -131,10 +133,9 @@ class ControlPlane:
     def _dispatch(self, num_groups: int) -> None:
         first = len(self.store.groups())
         for index in range(first, first + num_groups):
-            query = self.tasks.query(index, self.config.run.seed)
-            self.store.add_group(
-                f"g{index:06d}", query, self.config.scheduler.executions_per_group, self.published_steps
-            )
+            query = self.tasks[self._task_order[index % len(self._task_order)]].query()
+            num_executions = self.config.scheduler.executions_per_group
+            self.store.add_group(f"g{index:06d}", query, num_executions, self.published_steps)
 
     async def _leave(self, cell: int) -> None:
         """Rollout -> training: calls move to other cells first, then the engine's memory goes to the trainer."""

@@ -28,7 +28,7 @@ from gyre_megatron.runtime.protocol import Register
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.runtime.tiny_model import ensure_tiny_checkpoint
 from gyre_megatron.training import Trainer
-from gyre_megatron.weights import CellWeightSync
+from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
 
 
@@ -178,8 +178,14 @@ def _make_agent(
     trainer = Trainer(config.training, architecture, checkpoint, with_optimizer=place.cell == 0)
     if step > 0:
         _restore(trainer, groups, directory)
+    engine_tp = config.engine.tp or ranks
     weight_sync = CellWeightSync(
-        trainer.model_chunks, architecture, trainer.parallel_rank(), config.weights, server.url if server else None
+        trainer.model_chunks,
+        architecture,
+        trainer.parallel_rank(),
+        server.url if server is not None else "",
+        engine_tp,
+        config.weights,
     )
     parity = ParityCheck(config.run.parity_sequences, architecture.vocab_size, config.run.seed)
     return CellAgent(trainer, weight_sync, groups, server, client if place.is_leader else None, parity, step)

@@ -18,7 +18,8 @@ from pathlib import Path
 import uvicorn
 
 from gyre_megatron.config.loader import GyreConfig, load_config
-from gyre_megatron.errors import GyreError, RunDirectoryError
+from gyre_megatron.errors import ConfigError, GyreError, RunDirectoryError
+from gyre_megatron.rollout.harness import end_orphaned_harnesses
 from gyre_megatron.rollout.processes import die_with_parent
 from gyre_megatron.rollout.proxy import create_proxy_app
 from gyre_megatron.rollout.renderer import Renderer
@@ -51,10 +52,13 @@ async def serve(config: GyreConfig, checkpoint: Path, ranks_per_cell: int, resum
     router = Router(config.rollout.router)
     try:
         if resume:
+            end_orphaned_harnesses(store)
             store.rollback_to_step(trained_steps)
             store.requeue_running()
         renderer = Renderer.from_checkpoint(checkpoint, config.rollout.proxy)
-        tasks = TaskSet(config.rollout.harness)
+        if config.rollout.harness.tasks is None:
+            raise ConfigError("rollout.harness.tasks is not set: name a directory of tasks (each a task.yaml)")
+        tasks = TaskSet.load(config.rollout.harness.tasks)
         url = f"http://{config.cluster.host}:{listener.getsockname()[1]}"
         app = create_proxy_app(store, router, renderer, config.rollout)
         control = ControlPlane(
