@@ -16,7 +16,7 @@ class WeightsConfig(Section):
     """What carries buckets between the ranks of a cell. `auto` is `ipc` where all ranks share a host (one copy less)
     and `collective` (NCCL or gloo) otherwise."""
     staging_mib: int = Field(128, ge=1)
-    """Most staging memory that one rank may hold at a time; larger buckets hide latency, but twice this hides no more."""
+    """Most staging memory that one rank may hold at a time; larger buckets hide more latency."""
     timeout_s: float = Field(120.0, gt=0)
     """A wait for another rank or for the engine that takes longer fails the swap everywhere; the old weights stay."""
     verify: bool = True

@@ -97,7 +97,6 @@ class SglangServer:
             "--host": spec.host,
             "--port": self.port,
             "--tp-size": spec.tp,
-            "--base-gpu-id": spec.base_gpu_id,
             "--context-length": config.context_length,
             "--max-running-requests": config.max_running_requests,
             "--mem-fraction-static": config.mem_fraction_static,
@@ -107,8 +106,10 @@ class SglangServer:
         }
         if config.max_total_tokens is not None:
             values["--max-total-tokens"] = config.max_total_tokens
-        flags = ["--sleep-on-idle", "--skip-server-warmup", "--enable-memory-saver"]
-        if spec.device == "cpu":
+        if spec.device == "cuda":
+            flags = ["--sleep-on-idle", "--skip-server-warmup", "--enable-memory-saver"]
+            values["--base-gpu-id"] = spec.base_gpu_id
+        else:
             flags = ["--sleep-on-idle", "--skip-server-warmup", "--disable-cuda-graph"]
             values |= {
                 "--attention-backend": "torch_native",

@@ -1,0 +1,34 @@
+"""The hot-swap layer: exact resharding between any Megatron layout and any SGLang layout.
+
+Usable without the rest of the package; docs/hot_swap.md shows how in twenty lines.
+"""
+
+from gyre_megatron.weights.canonical import canonical_tensors
+from gyre_megatron.weights.cell_sync import CellWeightSync, PublishReport
+from gyre_megatron.weights.chain import chain_broadcast
+from gyre_megatron.weights.checkpoint import hf_named_tensors, load_hf_checkpoint, save_hf_checkpoint
+from gyre_megatron.weights.executor import Resharder
+from gyre_megatron.weights.megatron import MegatronLayout, bind, layout_of
+from gyre_megatron.weights.megatron_names import MegatronStyle
+from gyre_megatron.weights.parallel import Parallelism, ParallelRank
+from gyre_megatron.weights.planner import plan_rank
+from gyre_megatron.weights.transports.collective import CollectiveTransport
+
+__all__ = [
+    "CellWeightSync",
+    "CollectiveTransport",
+    "MegatronLayout",
+    "MegatronStyle",
+    "ParallelRank",
+    "Parallelism",
+    "PublishReport",
+    "Resharder",
+    "bind",
+    "canonical_tensors",
+    "chain_broadcast",
+    "hf_named_tensors",
+    "layout_of",
+    "load_hf_checkpoint",
+    "plan_rank",
+    "save_hf_checkpoint",
+]

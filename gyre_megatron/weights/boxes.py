@@ -9,7 +9,7 @@ Called by the Megatron and SGLang maps (which make pieces) and by the planner (w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
@@ -131,5 +131,5 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 def grid_cells(total: Index, parts: Sequence[int]) -> list[Box]:
     """Cut a tensor into a grid of near-equal boxes (used for whole-tensor layouts and tests)."""
     cuts = [[n * i // p for i in range(p + 1)] for n, p in zip(total, parts, strict=True)]
-    ranges = [list(zip(c[:-1], c[1:], strict=True)) for c in cuts]
+    ranges = [list(pairwise(c)) for c in cuts]
     return [Box(tuple(lo for lo, _ in cell), tuple(hi - lo for lo, hi in cell)) for cell in product(*ranges)]

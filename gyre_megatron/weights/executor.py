@@ -87,10 +87,7 @@ class Resharder:
         sender.start()
         self._guard(self._receive_all, times, failure)
         sender.join()
-        try:
-            self._transport.finish(not failure)
-        except TransferError as error:
-            raise error from (failure[0] if failure else None)
+        self._transport.finish(failure[0] if failure else None)
         return times
 
     def _guard(self, stage: Callable[[StageTimes], None], times: StageTimes, failure: list[BaseException]) -> None:

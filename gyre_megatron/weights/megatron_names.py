@@ -124,7 +124,7 @@ class LayerBlocks:
         ]
 
     def _grouped_experts(self, experts: range, width: int) -> list[LocalTensor]:
-        """GroupedMLP keeps all experts in two tensors, transposed: `[experts, hidden, 2f]` and `[experts, f, hidden]`."""
+        """GroupedMLP keeps all experts in two tensors, transposed: [experts, hidden, 2f] and [experts, f, hidden]."""
         hidden, count = self.arch.hidden_size, len(experts)
         start, length = self._cut(width, "experts")
         key1, key2 = (f"{self.prefix}mlp.experts.weight{i}" for i in (1, 2))

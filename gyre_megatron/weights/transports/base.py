@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from gyre_megatron.errors import TransferError
+from gyre_megatron.weights.rendezvous import Rendezvous
 
 
 class Outbox(ABC):
@@ -56,6 +55,7 @@ class Transport(ABC):
     def __init__(self, store: dist.Store, process: int, num_processes: int, name: str, timeout_s: float) -> None:
         self.process, self.num_processes, self.timeout_s = process, num_processes, timeout_s
         self.store = dist.PrefixStore(name, store)
+        self.rendezvous = Rendezvous(self.store, process, num_processes, timeout_s)
         self.swap, self.attempt = 0, 0
         self.peak_staging_bytes = 0
         self._held, self._lock = 0, threading.Lock()
@@ -76,37 +76,18 @@ class Transport(ABC):
         """Enter a swap; collective. After a failed one, connections are made afresh."""
         self.swap += 1
 
-    def finish(self, succeeded: bool) -> None:
+    def finish(self, failure: BaseException | None) -> None:
         """Vote on the current swap; collective.
 
         Raises:
             TransferError: this or another process failed, or did not vote within the timeout.
         """
-        verdicts = self._vote(succeeded)
-        bad = [process for process, verdict in enumerate(verdicts) if verdict != b"1"]
-        if bad:
+        try:
+            self.rendezvous.agree(failure, f"weight swap {self.swap}")
+        except TransferError:
             self.attempt += 1
             self.recover()
-            silent = [process for process in bad if verdicts[process] is None]
-            why = (
-                f"processes {bad} failed" if not silent else f"processes {silent} did not answer in {self.timeout_s} s"
-            )
-            raise TransferError(f"weight swap {self.swap} was given up: {why}; the previous weights stay in place")
-
-    def _vote(self, succeeded: bool) -> list[bytes | None]:
-        prefix, deadline = f"vote{self.swap}.", time.monotonic() + self.timeout_s
-        self.store.set(f"{prefix}{self.process}", b"1" if succeeded else b"0")
-        verdicts: list[bytes | None] = []
-        for process in range(self.num_processes):
-            left = max(0.01, deadline - time.monotonic())
-            try:
-                self.store.wait([f"{prefix}{process}"], timedelta(seconds=left))
-                verdicts.append(self.store.get(f"{prefix}{process}"))
-            except dist.DistStoreError:
-                verdicts.append(None)
-        if self.swap > 2:  # everyone has read the vote before the last one
-            self.store.delete_key(f"vote{self.swap - 2}.{self.process}")
-        return verdicts
+            raise
 
     def recover(self) -> None:  # noqa: B027 (most transports keep no connections)
         """Forget the connections of a failed swap."""

@@ -1,0 +1,126 @@
+"""Runs inside SGLang's own processes: finds where every weight lives, and installs a new version in place.
+
+SGLang calls `load` through `--custom-weight-loader`, in each tensor-parallel rank, between two forward steps. A
+command arrives as the name of an empty tensor. The next version is assembled beside the old one in shared memory
+(the shadow) while the engine keeps serving; only `commit` touches live parameters, by copies inside this process
+into the same storage. A command that fails answers with its reason and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.model_loader.loader import post_load_weights
+
+from gyre_megatron.config.model import Architecture
+from gyre_megatron.errors import GyreError, TransferError
+from gyre_megatron.rollout.weight_probe import probe
+from gyre_megatron.weights.shadow import SHADOW_FILE, STATUS_FILE, Shadow, checksums, tensor_specs
+
+Parameters = dict[str, torch.Tensor]
+
+_attached: dict[int, Shadow] = {}
+
+
+def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """SGLang's entry point: run the command in the first tensor's name and write the outcome beside the shadow."""
+    command = json.loads(named_tensors[0][0])
+    rank = _tp_rank()
+    directory = Path(command["directory"])
+    start = time.perf_counter()
+    try:
+        answer = _COMMANDS[command["op"]](model, command, rank)
+        status = {"ok": True, **answer}
+    except (GyreError, OSError, RuntimeError, ValueError, KeyError) as error:
+        status = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+    status |= {"rank": rank, "serial": command["serial"], "seconds": time.perf_counter() - start}
+    _write(directory / STATUS_FILE.format(rank=rank), status)
+
+
+def _attach(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Describe this rank's parameters and make the shadow for the next version."""
+    architecture = Architecture.model_validate(command["architecture"])
+    parameters = _parameters(model)
+    pieces = probe(model, architecture, parameters)
+    specs = tensor_specs(parameters)
+    path = Path(command["directory"]) / SHADOW_FILE.format(rank=rank)
+    _attached[id(model)] = Shadow.create(path, specs)
+    return {"tensors": [spec._asdict() for spec in specs], "pieces": pieces}
+
+
+def _verify(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Check the assembled version against the senders' checksums."""
+    shadow, expected = _shadow(model), command["checksums"]
+    if expected is None:
+        return {}
+    found = checksums(shadow.tensors)
+    wrong = [key for key, value in expected[rank].items() if found[key] != value]
+    if wrong:
+        raise TransferError(f"{len(wrong)} tensors arrived damaged on engine rank {rank}, first {wrong[:3]}")
+    return {"verified": len(found)}
+
+
+@torch.no_grad()
+def _commit(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Copy the assembled version into the live parameters, keeping their storage; refresh what derives from them."""
+    shadow, parameters = _shadow(model), _parameters(model)
+    before = {key: tensor.data_ptr() for key, tensor in parameters.items()}
+    for key, tensor in parameters.items():
+        tensor.copy_(shadow.tensors[key], non_blocking=True)
+    post_load_weights(model)
+    moved = [key for key, tensor in _parameters(model).items() if tensor.data_ptr() != before[key]]
+    if moved:
+        raise TransferError(f"refreshing derived tensors moved the storage of {moved[:3]}; captured graphs are stale")
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return {"nbytes": shadow.nbytes}
+
+
+def _seal(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Nothing: SGLang records the version that comes with this command, after every rank has committed."""
+    return {}
+
+
+def _detach(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Drop the shadow, e.g. after a swap that was given up half-way."""
+    _attached.pop(id(model), None)
+    return {}
+
+
+_COMMANDS: dict[str, Callable[[torch.nn.Module, dict[str, Any], int], dict[str, Any]]] = {
+    "attach": _attach,
+    "verify": _verify,
+    "commit": _commit,
+    "seal": _seal,
+    "detach": _detach,
+}
+
+
+def _parameters(model: torch.nn.Module) -> Parameters:
+    """Live parameters by name, one name per storage (a tied output layer is its embedding)."""
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def _shadow(model: torch.nn.Module) -> Shadow:
+    shadow = _attached.get(id(model))
+    if shadow is None:
+        raise TransferError("no shadow is attached to this model; send the attach command first")
+    return shadow
+
+
+def _tp_rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_rank)
+
+
+def _write(path: Path, status: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(status))
+    os.replace(partial, path)

@@ -1,0 +1,51 @@
+"""Small agreements between the processes of a swap over a torch.distributed store: exchange, vote, announce."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from gyre_megatron.errors import TransferError
+
+
+class Rendezvous:
+    """Numbered exchanges among `num_processes`; every process must call the same methods in the same order.
+
+    A process that does not answer within `timeout_s` counts as failed. Keys are deleted once all have read them.
+    """
+
+    def __init__(self, store: dist.Store, process: int, num_processes: int, timeout_s: float) -> None:
+        self.store, self.process, self.num_processes, self.timeout_s = store, process, num_processes, timeout_s
+        self._round = 0
+
+    def exchange(self, mine: bytes) -> list[bytes | None]:
+        """Give `mine`, get everyone's; None for a process that stayed silent."""
+        self._round += 1
+        prefix, deadline = f"round{self._round}.", time.monotonic() + self.timeout_s
+        self.store.set(f"{prefix}{self.process}", mine)
+        answers: list[bytes | None] = []
+        for process in range(self.num_processes):
+            left = max(0.01, deadline - time.monotonic())
+            try:
+                self.store.wait([f"{prefix}{process}"], timedelta(seconds=left))
+                answers.append(self.store.get(f"{prefix}{process}"))
+            except dist.DistStoreError:
+                answers.append(None)
+        if self._round > 2:  # whoever took part in the last round has read the one before
+            self.store.delete_key(f"round{self._round - 2}.{self.process}")
+        return answers
+
+    def agree(self, failure: BaseException | None, what: str) -> None:
+        """Go on only if no process failed.
+
+        Raises:
+            TransferError: the same on all processes, naming those that failed or stayed silent.
+        """
+        verdicts = self.exchange(b"" if failure is None else repr(failure).encode()[:500])
+        silent = [p for p, verdict in enumerate(verdicts) if verdict is None]
+        failed = {p: verdict.decode(errors="replace") for p, verdict in enumerate(verdicts) if verdict}
+        if silent or failed:
+            why = f"processes {silent} did not answer in {self.timeout_s} s" if silent else f"failures: {failed}"
+            raise TransferError(f"{what} was given up: {why}; the previous weights stay in place") from failure
