@@ -1,0 +1,1 @@
+"""The HTTP dialects: each turns a body into a CallRequest and answers in its own form."""

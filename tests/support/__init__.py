@@ -1,0 +1,1 @@
+"""What tests of several rooms share: tiny checkpoints, a scripted engine, a proxy to run against."""
