@@ -20,7 +20,7 @@ import torch.distributed as dist
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.errors import GyreError, TransferError
-from gyre_megatron.ops.boxes import checksum_boxes, copy_boxes
+from gyre_megatron.ops.boxes import checksum_boxes, copy_boxes, wrap64
 from gyre_megatron.weights.boxes import LocalTensor, Piece
 from gyre_megatron.weights.engine import EngineInstaller
 from gyre_megatron.weights.layout import ListedLayout
@@ -192,8 +192,8 @@ class _Push:
     def sums(self) -> list[dict[str, int]]:
         """Per engine rank: what this rank's boxes add to each tensor's checksum."""
         sums = []
-        for specs, _, table in self._parts:
-            values = checksum_boxes(self._sources, [spec.torch_dtype for spec in specs], table)
+        for specs, targets, table in self._parts:
+            values = checksum_boxes(self._sources, targets, table)
             sums.append({spec.key: value for spec, value in zip(specs, values, strict=True) if value})
         return sums
 
@@ -205,5 +205,5 @@ def add_sums(parts: Sequence[list[dict[str, int]]]) -> list[dict[str, int]]:
         for engine_rank, sums in enumerate(part):
             for key, value in sums.items():
                 added = total[engine_rank].get(key, 0) + value
-                total[engine_rank][key] = (added + (1 << 63)) % (1 << 64) - (1 << 63)
+                total[engine_rank][key] = wrap64(added)
     return total
