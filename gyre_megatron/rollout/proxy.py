@@ -22,8 +22,9 @@ from gyre_megatron.errors import GyreError
 from gyre_megatron.rollout.call import CallContext, RunningCall
 from gyre_megatron.rollout.conversation import BadRequest, CallRequest, units_of
 from gyre_megatron.rollout.dialects.anthropic import AnthropicMessages
-from gyre_megatron.rollout.dialects.base import Dialect
+from gyre_megatron.rollout.dialects.base import Answer, Dialect
 from gyre_megatron.rollout.dialects.chat import ChatCompletions
+from gyre_megatron.rollout.dialects.responses import Responses
 from gyre_megatron.rollout.renderer import Prompt, Renderer
 from gyre_megatron.rollout.roles import PROFILES
 from gyre_megatron.rollout.router import Router
@@ -54,6 +55,8 @@ class Proxy:
             self.num_calls += 1
             return await self._call(dialect, http, request, execution_id, attempt)
         except BadRequest as error:
+            if error.kind == "overflow" and dialect.overflow_in_stream and request.stream:
+                return _failed_stream(dialect, request, error)
             return self._refuse(dialect, error)
         except GyreError as error:
             log.exception("a request could not be served")
@@ -93,18 +96,19 @@ class Proxy:
         return response
 
     def _prepare(self, dialect: Dialect, http: Request, request: CallRequest, session: Session) -> RunningCall:
-        prompt = self._context.renderer.extend(session.forest, units_of(request))
-        self._check_room(prompt)
+        prompt = self._prompt(session, request)
         role = self._profile.role_of(request, http.headers)
         meta: dict[str, Any] = {"headers": {k: http.headers[k] for k in _KEPT_HEADERS if k in http.headers}}
         meta["asked"] = {"temperature": request.temperature, "top_p": request.top_p, "max_tokens": request.max_tokens}
         meta["retry_count"] = _whole(http.headers.get("x-stainless-retry-count"))
         return RunningCall(self._context, session, dialect, request, prompt, secrets.token_hex(12), role, meta)
 
-    def _check_room(self, prompt: Prompt) -> None:
+    def _prompt(self, session: Session, request: CallRequest) -> Prompt:
+        prompt = self._context.renderer.extend(session.forest, units_of(request))
         limit = self._context.renderer.context_length
         if len(prompt.token_ids) >= limit:
             raise BadRequest("the prompt does not fit the context", "overflow", numbers=(len(prompt.token_ids), limit))
+        return prompt
 
     def _authenticate(self, http: Request) -> tuple[str, int]:
         found = self._context.store.authenticate(_token(http.headers))
@@ -142,7 +146,7 @@ def create_proxy_app(
     app = FastAPI(title="Gyre proxy", docs_url=None, redoc_url=None)
     proxy = Proxy(store, router, renderer, config)
     app.state.proxy = proxy
-    anthropic, chat = AnthropicMessages(), ChatCompletions()
+    anthropic, chat, responses = AnthropicMessages(), ChatCompletions(), Responses()
 
     @app.post("/v1/messages")
     async def messages(http: Request) -> Response:
@@ -156,6 +160,11 @@ def create_proxy_app(
     @app.post("/chat/completions")
     async def chat_completions(http: Request) -> Response:
         return await proxy.serve(chat, http)
+
+    @app.post("/v1/responses")
+    @app.post("/responses")
+    async def create_response(http: Request) -> Response:
+        return await proxy.serve(responses, http)
 
     @app.get("/v1/models")
     @app.get("/models")
@@ -172,6 +181,11 @@ def create_proxy_app(
         return {"message": "hello"}
 
     return app
+
+
+def _failed_stream(dialect: Dialect, request: CallRequest, error: BadRequest) -> Response:
+    writer = dialect.writer(request, Answer(secrets.token_hex(12), request.model, int(time.time())))
+    return Response(writer.start() + writer.fail(error), media_type="text/event-stream")
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class AnthropicMessages:
     """`POST /v1/messages`."""
 
     name = "anthropic"
+    overflow_in_stream = False
 
     def parse(self, body: dict[str, Any]) -> CallRequest:
         """See Dialect.parse."""

@@ -85,9 +85,13 @@ class StreamWriter(Protocol):
 
 
 class Dialect(Protocol):
-    """One HTTP form of the same conversation."""
+    """One HTTP form of the same conversation.
+
+    `overflow_in_stream`: whether a prompt that is too long is told in a stream that failed rather than by a status.
+    """
 
     name: str
+    overflow_in_stream: bool
 
     def parse(self, body: dict[str, Any]) -> CallRequest:
         """Read a body.

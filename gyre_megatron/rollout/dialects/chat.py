@@ -17,6 +17,7 @@ class ChatCompletions:
     """`POST /v1/chat/completions`."""
 
     name = "chat"
+    overflow_in_stream = False
 
     def parse(self, body: dict[str, Any]) -> CallRequest:
         """See Dialect.parse."""
