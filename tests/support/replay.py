@@ -1,0 +1,39 @@
+"""The check behind every claim of token exactness: the store against what the engine was fed and produced."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from gyre_megatron.trajectory.store import TrajectoryStore
+from tests.support.scripted_engine import ScriptedEngine, logprob_of
+
+
+def recorded_calls(store: TrajectoryStore, execution_id: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(prompt ids, sampled ids) of every call, rebuilt from the nodes in the store."""
+    nodes = {node.node_id: node for node in store.nodes(execution_id)}
+    calls = []
+    for call in store.calls(execution_id):
+        path, node = [], nodes.get(call.node_id)
+        while node is not None:
+            path.append(node)
+            node = nodes.get(node.parent)
+        ids = np.concatenate([node.token_ids for node in path[::-1]])
+        cut = len(ids) - len(path[0].logprobs)
+        assert call.num_prompt_tokens == cut
+        calls.append((tuple(ids[:cut].tolist()), tuple(ids[cut:].tolist())))
+    return calls
+
+
+def assert_replays(store: TrajectoryStore, execution_id: str, engine: ScriptedEngine) -> None:
+    """Every call of the store is what the engine saw, token for token, log-probabilities included; and none is missing."""
+    seen = Counter(zip(map(tuple, engine.prompts), map(tuple, engine.outputs), strict=True))
+    assert Counter(recorded_calls(store, execution_id)) == seen
+    starts = {call.node_id: call.num_prompt_tokens for call in store.calls(execution_id)}
+    for node in store.nodes(execution_id):
+        if node.sampled:
+            sampled = node.token_ids[node.num_context :].tolist()
+            start = starts[node.node_id]
+            assert node.logprobs.tolist() == [logprob_of(start + i, t, engine.version) for i, t in enumerate(sampled)]
+            assert node.versions == ((engine.version, len(sampled)),)
