@@ -27,7 +27,7 @@ def recorded_calls(store: TrajectoryStore, execution_id: str) -> list[tuple[tupl
 
 
 def assert_replays(store: TrajectoryStore, execution_id: str, engine: ScriptedEngine) -> None:
-    """Every call of the store is what the engine saw, token for token, log-probabilities included; and none is missing."""
+    """The calls of the store are those the engine saw, token for token, with its log-probabilities; none is missing."""
     seen = Counter(zip(map(tuple, engine.prompts), map(tuple, engine.outputs), strict=True))
     assert Counter(recorded_calls(store, execution_id)) == seen
     starts = {call.node_id: call.num_prompt_tokens for call in store.calls(execution_id)}
