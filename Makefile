@@ -1,7 +1,60 @@
+# Two commands are the whole set-up on a fresh machine: `make demo` and `make test`. Both create what they need.
+
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
+REQUIREMENTS := requirements/cpu.txt requirements/sglang-cpu.txt requirements/dev.txt
+SOURCES := $(wildcard csrc/cpu/*.cpp csrc/include/*.h) setup.py
+LIBRARY := gyre_megatron/.built
+TORCHRUN := torchrun --nproc-per-node 2 launch/train_gyre.py --config configs/demo_cpu.yaml
 
-.PHONY: build
-build:
-	$(BIN)/python setup.py -q build_ext --inplace
+.PHONY: setup build demo demo-control test check check-cuda bench clean
+
+setup: $(STAMP) $(LIBRARY)  ## install everything into .venv and build the extension
+
+# SGLang's wheel pins a CUDA stack, so it is installed without its dependencies; what a CPU server imports is in cpu.txt.
+$(STAMP): $(REQUIREMENTS)
+	@echo "setup: creating $(VENV) with torch, Megatron-Core, SGLang and the tools (about 2 minutes, 3 GB)"
+	@start=$$(date +%s) && $(PYTHON) -m venv $(VENV) \
+	&& $(BIN)/pip install -q --disable-pip-version-check -r requirements/cpu.txt -r requirements/dev.txt \
+	&& $(BIN)/pip install -q --disable-pip-version-check --no-deps -r requirements/sglang-cpu.txt \
+	&& $(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . \
+	&& touch $(STAMP) && echo "setup: done in $$(( $$(date +%s) - start )) s"
+
+build: $(STAMP) $(LIBRARY)  ## compile csrc/ into gyre_megatron/_C
+
+$(LIBRARY): $(STAMP) $(SOURCES)
+	@echo "build: compiling csrc/ (about a minute)"
+	@$(RUN) $(BIN)/python setup.py -q build_ext --inplace > build.log 2>&1 || { cat build.log; exit 1; }
+	@touch $(LIBRARY)
+
+demo: setup  ## the main job on two CPU cores: learns, shows role switches, prints a summary line last
+	@rm -rf runs/demo
+	$(RUN) $(TORCHRUN)
+	@$(RUN) python -m gyre_megatron.runtime.report runs/demo --label demo --expect rise
+
+demo-control: setup  ## the same with a learning rate of 0: nothing is learnt
+	@rm -rf runs/demo-control
+	$(RUN) $(TORCHRUN) --set run.name=demo-control --set training.optimizer.lr=0
+	@$(RUN) python -m gyre_megatron.runtime.report runs/demo-control --label demo-control --expect flat
+
+test: setup check  ## checks, unit tests, multi-rank tests, end-to-end tests
+	$(RUN) python -m pytest
+
+check: setup  ## lint, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(RUN) mypy
+	$(RUN) lint-imports
+
+check-cuda: setup  ## compile every .cu for sm_80, sm_90a and sm_100a
+	$(RUN) python csrc/check_cuda.py
+
+bench: setup  ## every benchmark; results go to benchmarks/results
+	@for bench in benchmarks/bench_*.py; do \
+	  $(RUN) python $$bench --json benchmarks/results/$$(basename $$bench .py).json || exit 1; done
+
+clean:
+	rm -rf build runs $(VENV) gyre_megatron/*.so $(LIBRARY) build.log

@@ -25,6 +25,10 @@ from gyre_megatron.weights.engine import LOADER
 
 LOG_TAIL_LINES = 25
 STOP_TIMEOUT_S = 15.0
+TORCHRUN_VARIABLES = (
+    "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)  # fmt: skip
+"""Prefixes of what torchrun sets for its ranks; with them the engine would wait for the job's own store."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,7 @@ class SglangServer:
             environment["OMP_NUM_THREADS"] = str(self.config.num_threads)
             if self.spec.tp > 1:
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(self.spec.tp))
-        for inherited in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
-            environment.pop(inherited, None)
+        environment = {name: value for name, value in environment.items() if not name.startswith(TORCHRUN_VARIABLES)}
         with self.spec.log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command(),

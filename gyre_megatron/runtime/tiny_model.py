@@ -97,7 +97,7 @@ def _write_model(config: TinyModelConfig, path: Path) -> None:
         tie_word_embeddings=False,
         initializer_range=config.initializer_range,
         eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
-        pad_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+        pad_token_id=None,  # a padding row would be all zeros, and RMSNorm makes its gradient explode
         bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
