@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gyre_megatron.errors import GyreError, TransferError
-from gyre_megatron.ops.boxes import copy_boxes
+from gyre_megatron.ops.boxes import box_checksum, copy_boxes
 from gyre_megatron.weights.planner import Parcel, RankPlan
 from gyre_megatron.weights.tables import Bucket, bucketize, direct_rows, pack_rows, table_of, unpack_rows
 from gyre_megatron.weights.transports.base import Transport
@@ -24,12 +24,19 @@ WireDtype = Callable[[str], torch.dtype]
 """Canonical name -> the dtype in which it travels."""
 
 
+_TRAILER = 16
+"""Bytes after each bucket: its checksum and its length."""
+
+
 @dataclass
 class StageTimes:
     """Seconds spent in each stage by one process; stages overlap, so they need not add up to the whole."""
 
     pack: float = 0.0
     wire: float = 0.0
+    """Sender: handing buckets to the transport, and waiting for free ones."""
+    wait: float = 0.0
+    """Receiver: waiting for buckets."""
     install: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -53,14 +60,14 @@ class Resharder:
         sources: key -> live tensor of the source layout (may be empty).
         targets: key -> live tensor of the target layout (may be empty).
         wire_dtype: dtype of each canonical tensor on the wire; must be the same on all processes.
-        bucket_bytes: size of one staging buffer.
+        verify: send a checksum with every bucket and refuse damaged ones before they are installed.
     """
 
     def __init__(
         self, plan: RankPlan, sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor],
-        transport: Transport, wire_dtype: WireDtype, bucket_bytes: int = 16 << 20,
+        transport: Transport, wire_dtype: WireDtype, verify: bool = False,
     ) -> None:  # fmt: skip
-        self._transport, self._bucket_bytes = transport, bucket_bytes
+        self._transport, self._verify = transport, verify
         self._wire_dtype = wire_dtype
         self._source_keys = {key: i for i, key in enumerate(sources)}
         self._target_keys = {key: i for i, key in enumerate(targets)}
@@ -103,12 +110,14 @@ class Resharder:
 
     def _send_all(self, times: StageTimes) -> None:
         for stream in self._sends:
-            outbox = self._transport.outbox(stream.peer, self._bucket_bytes)
+            outbox = self._transport.outbox(stream.peer)
             for bucket, table in zip(stream.buckets, stream.tables, strict=True):
                 start = time.perf_counter()
-                slot = outbox.slot(bucket.nbytes)
+                slot = outbox.slot(bucket.nbytes + _TRAILER)
                 waited = time.perf_counter()
                 copy_boxes(self._sources, self._views(slot), table)
+                if self._verify:
+                    _seal(slot)
                 packed = time.perf_counter()
                 outbox.post()
                 times.bytes_sent += bucket.nbytes
@@ -124,10 +133,14 @@ class Resharder:
             copy_boxes(self._sources, self._targets, self._local)
         times.install += time.perf_counter() - start
         for stream in self._receives:
-            inbox = self._transport.inbox(stream.peer, self._bucket_bytes)
+            inbox = self._transport.inbox(stream.peer)
             for bucket, table in zip(stream.buckets, stream.tables, strict=True):
-                slot = inbox.slot(bucket.nbytes)
+                start = time.perf_counter()
+                slot = inbox.slot(bucket.nbytes + _TRAILER)
                 arrived = time.perf_counter()
+                times.wait += arrived - start
+                if self._verify:
+                    _check(slot, stream.peer)
                 copy_boxes(self._views(slot), self._targets, table)
                 inbox.release()
                 times.bytes_received += bucket.nbytes
@@ -135,7 +148,7 @@ class Resharder:
             inbox.close()
 
     def _stream(self, parcels: Mapping[int, list[Parcel]], peer: int, sending: bool) -> _Stream:
-        stream = _Stream(peer, bucketize(parcels[peer], self._bucket_bytes, self._item_size))
+        stream = _Stream(peer, bucketize(parcels[peer], self._transport.bucket_bytes - _TRAILER, self._item_size))
         for bucket in stream.buckets:
             rows = (
                 pack_rows(bucket, self._source_keys, self._place)
@@ -156,3 +169,19 @@ class Resharder:
 
     def _views(self, slot: torch.Tensor) -> list[torch.Tensor]:
         return [slot[: slot.numel() // d.itemsize * d.itemsize].view(d) for d in self._dtypes]
+
+
+def _trailer(slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    body = slot.numel() - _TRAILER
+    return slot[:body].view(torch.int32), slot[body:].view(torch.int64)
+
+
+def _seal(slot: torch.Tensor) -> None:
+    body, trailer = _trailer(slot)
+    trailer.copy_(torch.tensor([box_checksum(body), body.numel()]))
+
+
+def _check(slot: torch.Tensor, peer: int) -> None:
+    body, trailer = _trailer(slot)
+    if trailer.tolist() != [box_checksum(body), body.numel()]:
+        raise TransferError(f"a bucket of {body.numel() * 4} bytes from process {peer} arrived damaged")

@@ -15,6 +15,7 @@ import torch
 from gyre_megatron.errors import TransferError
 from gyre_megatron.ops.boxes import box_checksum
 from gyre_megatron.weights.boxes import Index
+from gyre_megatron.weights.transports.base import map_file, reserve_file
 
 SHADOW_FILE, STATUS_FILE = "shadow.{rank}", "status.{rank}.json"
 _ALIGN = 64
@@ -56,7 +57,7 @@ class Shadow:
         self.nbytes = max((spec.offset + spec.nbytes for spec in specs), default=0)
         if path.stat().st_size < self.nbytes:
             raise TransferError(f"{path} holds {path.stat().st_size} bytes, but its tensors need {self.nbytes}")
-        whole = torch.from_file(str(path), shared=True, size=max(1, self.nbytes), dtype=torch.uint8)
+        whole = map_file(path, max(1, self.nbytes))
         self.tensors = {
             spec.key: whole[spec.offset : spec.offset + spec.nbytes].view(spec.torch_dtype).reshape(spec.shape)
             for spec in specs
@@ -71,15 +72,8 @@ class Shadow:
         """
         size = max((spec.offset + spec.nbytes for spec in specs), default=1)
         with path.open("wb") as file:
-            _reserve(file.fileno(), size)
+            reserve_file(file.fileno(), size)
         return cls(path, specs)
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Take the memory now: a sparse file would fail with a bus error in the middle of a swap."""
-    import os
-
-    os.posix_fallocate(descriptor, 0, size)
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

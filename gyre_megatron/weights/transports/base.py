@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -50,23 +52,32 @@ class Transport(ABC):
     Args:
         store: reached by all processes; carries the vote at the end of each swap.
         name: keeps the keys of several transports on one store apart.
+        staging_bytes: most staging memory that this process may hold; the same on all processes.
     """
 
-    def __init__(self, store: dist.Store, process: int, num_processes: int, name: str, timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store, process: int, num_processes: int, name: str, timeout_s: float, staging_bytes: int
+    ) -> None:
         self.process, self.num_processes, self.timeout_s = process, num_processes, timeout_s
         self.store = dist.PrefixStore(name, store)
         self.rendezvous = Rendezvous(self.store, process, num_processes, timeout_s)
         self.swap, self.attempt = 0, 0
+        self._staging_bytes = staging_bytes
         self.peak_staging_bytes = 0
         self._held, self._lock = 0, threading.Lock()
 
+    @property
     @abstractmethod
-    def outbox(self, peer: int, bucket_bytes: int) -> Outbox:
+    def bucket_bytes(self) -> int:
+        """Size of the largest bucket, chosen so that all buffers stay within the staging limit."""
+
+    @abstractmethod
+    def outbox(self, peer: int) -> Outbox:
         """Open the stream to `peer`."""
 
     @abstractmethod
-    def inbox(self, peer: int, bucket_bytes: int) -> Inbox:
-        """Open the stream from `peer`; `bucket_bytes` bounds its buffers."""
+    def inbox(self, peer: int) -> Inbox:
+        """Open the stream from `peer`."""
 
     @abstractmethod
     def break_off(self) -> None:
@@ -100,3 +111,17 @@ class Transport(ABC):
         with self._lock:
             self._held += nbytes
             self.peak_staging_bytes = max(self.peak_staging_bytes, self._held)
+
+
+def reserve_file(descriptor: int, size: int) -> None:
+    """Take the memory of a file now: a sparse one would fail with a bus error in the middle of a swap.
+
+    Raises:
+        OSError: the file system is full.
+    """
+    os.posix_fallocate(descriptor, 0, size)
+
+
+def map_file(path: Path, size: int) -> torch.Tensor:
+    """A uint8 tensor over the first `size` bytes of a shared file."""
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)

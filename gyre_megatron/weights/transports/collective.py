@@ -20,11 +20,15 @@ class CollectiveTransport(Transport):
 
     def __init__(
         self, store: dist.Store, process: int, num_processes: int, name: str = "gyre/weights/collective",
-        timeout_s: float = 60.0, device: torch.device | str = "cpu",
+        timeout_s: float = 60.0, staging_bytes: int = 128 << 20, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        super().__init__(store, process, num_processes, name, timeout_s)
+        super().__init__(store, process, num_processes, name, timeout_s, staging_bytes)
         self.device = torch.device(device)
         self._group: dist.ProcessGroup | None = None
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self._staging_bytes // (_WINDOW + 1) // 4096 * 4096
 
     def begin(self) -> None:
         super().begin()
@@ -37,11 +41,11 @@ class CollectiveTransport(Transport):
         except (RuntimeError, ValueError) as error:
             raise TransferError(f"process {self.process} could not join the weight transport: {error}") from error
 
-    def outbox(self, peer: int, bucket_bytes: int) -> Outbox:
-        return _CollectiveOutbox(self, peer, bucket_bytes)
+    def outbox(self, peer: int) -> Outbox:
+        return _CollectiveOutbox(self, peer)
 
-    def inbox(self, peer: int, bucket_bytes: int) -> Inbox:
-        return _CollectiveInbox(self, peer, bucket_bytes)
+    def inbox(self, peer: int) -> Inbox:
+        return _CollectiveInbox(self, peer)
 
     def break_off(self) -> None:
         self._group = None  # closes its connections: the peers' waits fail
@@ -69,7 +73,8 @@ class CollectiveTransport(Transport):
 
 
 class _CollectiveOutbox(Outbox):
-    def __init__(self, transport: CollectiveTransport, peer: int, bucket_bytes: int) -> None:
+    def __init__(self, transport: CollectiveTransport, peer: int) -> None:
+        bucket_bytes = transport.bucket_bytes
         self._transport, self._peer, self._bytes = transport, peer, bucket_bytes
         self._free = [torch.empty(bucket_bytes, dtype=torch.uint8, device=transport.device) for _ in range(_WINDOW)]
         transport.account(_WINDOW * bucket_bytes)
@@ -101,7 +106,8 @@ class _CollectiveOutbox(Outbox):
 
 
 class _CollectiveInbox(Inbox):
-    def __init__(self, transport: CollectiveTransport, peer: int, bucket_bytes: int) -> None:
+    def __init__(self, transport: CollectiveTransport, peer: int) -> None:
+        bucket_bytes = transport.bucket_bytes
         self._transport, self._peer = transport, peer
         self._bytes = bucket_bytes
         self._buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=transport.device)
