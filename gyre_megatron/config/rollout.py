@@ -45,6 +45,8 @@ class ProxyConfig(Section):
     """How the model writes tool calls; auto reads it off the chat template."""
     chat_template_kwargs: dict[str, bool | str] = Field(default_factory=dict)
     """Extra variables of the chat template (for example enable_thinking: false)."""
+    unproven_template: bool = False
+    """Serve a chat template that failed the proof of incremental rendering; prompts may then differ from its own."""
     harness_profile: Literal["claude_code", "codex", "mini_swe_agent", "generic"] = "generic"
     """Rules that tell the role of a call; generic also knows the headers of the others."""
 

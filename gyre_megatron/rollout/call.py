@@ -103,8 +103,7 @@ class RunningCall:
         self._dialect = dialect
         renderer = context.renderer
         self._decoder = TokenDecoder(renderer.tokens)
-        thinking = renderer.opens_thinking and not prompt.prefill
-        self._parser = OutputParser(renderer.tool_format, request.tools, request.stop, thinking)
+        self._parser = OutputParser(renderer.tool_format, request.tools, request.stop, prompt.opens_thinking)
         self._sampled = Sampled()
         self._sampling = _sampling(request, context)
         self._node: Node | None = None

@@ -23,16 +23,13 @@ from gyre_megatron.errors import TemplateError
 Message = dict[str, Any]
 
 _MARK = "\u241egyre-%s\u241e"
+_ARGUMENT = _MARK % "argument"
 _USER = {"role": "user", "content": _MARK % "user"}
 _USER_2 = {"role": "user", "content": _MARK % "user2"}
 _ASSISTANT = {"role": "assistant", "content": _MARK % "assistant"}
 _SYSTEM = {"role": "system", "content": _MARK % "system"}
-_TOOL_CALLER = {
-    "role": "assistant",
-    "content": _MARK % "caller",
-    "tool_calls": [{"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}],
-}
-_TOOL = {"role": "tool", "content": _MARK % "tool", "tool_call_id": "call00000", "name": "f"}
+_TOOL = {"role": "tool", "content": _MARK % "tool", "tool_call_id": "call00000", "name": "look"}
+_TWO = [_TOOL, {**_TOOL, "tool_call_id": "call00001"}]
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -89,11 +86,13 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"chat template {name} is not valid jinja: {error}") from error
-        self._prefixes: dict[str, str] = {}
-        self.supports_mid_system = self._accepts([_SYSTEM, _USER, _ASSISTANT, _SYSTEM, _USER_2])
-        self.supports_tools = self._accepts([_USER, _TOOL_CALLER, _TOOL])
+        self._endings: dict[str, str] = {}
+        self._prompts: dict[str, str] = {}
         self.turn_close = self._turn_close()
         self._find_pieces()
+        self.supports_mid_system = self._accepts([_USER, _ASSISTANT, _SYSTEM, _USER_2])
+        self.supports_tools = self._accepts([_USER, _caller([_TOOL]), _TOOL])
+        self.supports_parallel_tools = self.supports_tools and self._accepts([_USER, _caller(_TWO), *_TWO])
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, variables: dict[str, Any] | None = None) -> ChatTemplate:
@@ -136,7 +135,7 @@ class ChatTemplate:
 
     def head(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         """Text before the first message that is not a leading system message."""
-        return self._before(self.render([*messages, _USER], tools), self.user_piece)
+        return self._before(self.render([*messages, _USER], tools), self._user_piece)
 
     def piece(self, previous: str, messages: Sequence[Message]) -> str:
         """Text of one unit (a message, or a run of tool results) after a message of role `previous`.
@@ -144,65 +143,85 @@ class ChatTemplate:
         `previous` is head, system, user, assistant or tool. An answer of ours is followed by `turn_close`, which is
         no part of the piece.
         """
-        stand_in = self._stand_in(previous)
         if messages[0]["role"] == "assistant":
-            return self._before(self._after(stand_in, [*messages, _USER_2]), self.user_piece_2)
-        return self._after(stand_in, messages)
+            return self._before(self._after(previous, [*messages, _USER_2]), self._user_piece_2)
+        return self._after(previous, messages)
+
+    def generation_prompt(self, previous: str) -> str:
+        """What asks for an answer after a message of role `previous`."""
+        if previous not in self._prompts:
+            stand_in = self._stand_in(previous)
+            without, asked = self.render(stand_in), self.render(stand_in, generation_prompt=True)
+            if not asked.startswith(without):
+                raise TemplateError(f"chat template {self.name}: the generation prompt rewrites the conversation")
+            self._prompts[previous] = asked[len(without) :]
+        return self._prompts[previous]
 
     def _stand_in(self, previous: str) -> tuple[Message, ...]:
+        """The shortest conversation that ends with a message of that role."""
         return {
-            "head": (_SYSTEM,),
-            "system": (_SYSTEM,),
+            "head": (_SYSTEM, _USER),
+            "system": (_USER, _ASSISTANT, _SYSTEM) if self.supports_mid_system else (_SYSTEM, _USER),
             "user": (_USER,),
-            "assistant": (_USER, _ASSISTANT),
-            "tool": (_USER, _TOOL_CALLER, _TOOL),
+            "tool": (_USER, _caller([_TOOL]), _TOOL),
         }[previous]
 
-    def _after(self, stand_in: tuple[Message, ...], messages: Sequence[Message]) -> str:
-        text, prefix = self.render([*stand_in, *messages]), self._prefix(stand_in)
-        if not text.startswith(prefix):
+    def _after(self, previous: str, messages: Sequence[Message]) -> str:
+        """What follows a message of role `previous`; how the template shows what stands before it does not matter."""
+        if previous == "assistant":
+            return self._after_answer(messages)
+        if previous in ("head", "system") and not (previous == "system" and self.supports_mid_system):
+            text, ending = self.render([_SYSTEM, *messages]), self._system_ending
+            start = text.find(_SYSTEM["content"]) + len(_SYSTEM["content"])
+        else:
+            stand_in = self._stand_in(previous)
+            text, ending = self.render([*stand_in, *messages]), self._ending(previous, stand_in)
+            start = _end_of(text, stand_in[-1], self.name)
+        if not text.startswith(ending, start):
             raise TemplateError(
                 f"chat template {self.name} changes earlier messages when {messages[0]['role']} messages are added; "
                 "it cannot be rendered incrementally"
             )
-        return text[len(prefix) :]
+        return text[start + len(ending) :]
 
-    def _prefix(self, stand_in: tuple[Message, ...]) -> str:
-        last = stand_in[-1]["role"]
-        if last not in self._prefixes:
-            self._prefixes[last] = self._render_prefix(stand_in, last)
-        return self._prefixes[last]
+    def _after_answer(self, messages: Sequence[Message]) -> str:
+        answer = _caller(messages) if messages[0]["role"] == "tool" else _ASSISTANT
+        text = self.render([_USER, answer, *messages])
+        start = max(text.rfind(answer["content"]), text.rfind(_ARGUMENT))
+        end = text.find(self.turn_close, start)
+        if start < 0 or end < 0:
+            raise TemplateError(
+                f"chat template {self.name} leaves an answer open before {messages[0]['role']} messages"
+            )
+        return text[end + len(self.turn_close) :]
 
-    def _render_prefix(self, stand_in: tuple[Message, ...], last: str) -> str:
-        if last == "system":
-            return self._system_text
-        if last == "assistant":
-            return self._before(self.render([*stand_in, _USER_2]), self.user_piece_2)
-        return self.render(stand_in)
+    def _ending(self, previous: str, stand_in: tuple[Message, ...]) -> str:
+        """What the template puts after the text of a message of that role."""
+        if previous not in self._endings:
+            text = self.render(stand_in)
+            self._endings[previous] = text[_end_of(text, stand_in[-1], self.name) :]
+        return self._endings[previous]
 
     # measured once -------------------------------------------------------------------------------------------------
 
     def _find_pieces(self) -> None:
-        mark = _USER["content"]
-        one, two = self.render([_SYSTEM, _USER]), self.render([_SYSTEM, _USER, _ASSISTANT, _USER_2])
-        body = two[two.index(_ASSISTANT["content"]) + len(_ASSISTANT["content"]) :]
+        two = self.render([_SYSTEM, _USER, _ASSISTANT, _USER_2])
+        body = two[_end_of(two, _ASSISTANT, self.name) :]
         if not body.startswith(self.turn_close):
             raise TemplateError(f"chat template {self.name} closes an answer differently by what follows it")
-        self.user_piece_2 = body[len(self.turn_close) :]
-        self.user_piece = self.user_piece_2.replace(_USER_2["content"], mark)
-        self._system_text = self._before(one, self.user_piece)
-        with_prompt = self.render([_SYSTEM, _USER], generation_prompt=True)
-        if not with_prompt.startswith(one):
-            raise TemplateError(f"chat template {self.name}: the generation prompt rewrites the conversation")
-        self.generation_prompt = with_prompt[len(one) :]
+        self._user_piece_2 = body[len(self.turn_close) :]
+        self._user_piece = self._user_piece_2.replace(_USER_2["content"], _USER["content"])
+        head = self._before(self.render([_SYSTEM, _USER]), self._user_piece)
+        self._system_ending = head[_end_of(head, _SYSTEM, self.name) :]
 
     def _turn_close(self) -> str:
-        text = self.render([_USER, _ASSISTANT, _USER_2])
-        tail = text[text.index(_ASSISTANT["content"]) + len(_ASSISTANT["content"]) :]
-        ended = self.render([_USER, _ASSISTANT])
-        close = ended[ended.index(_ASSISTANT["content"]) + len(_ASSISTANT["content"]) :]
+        text, ended = self.render([_USER, _ASSISTANT, _USER_2]), self.render([_USER, _ASSISTANT])
+        tail, close = (whole[_end_of(whole, _ASSISTANT, self.name) :] for whole in (text, ended))
         if not close or not tail.startswith(close):
-            raise TemplateError(f"chat template {self.name} does not close every answer in the same way")
+            raise TemplateError(
+                f"chat template {self.name} does not close every answer in the same way: {close!r} at the end, "
+                f"{tail[:20]!r} before a user message"
+            )
         return close
 
     def _before(self, text: str, tail: str) -> str:
@@ -215,7 +234,28 @@ class ChatTemplate:
             text = self.render(messages)
         except TemplateError:
             return False
-        return all(message["content"] in text for message in messages)
+        return all(message["content"] in text for message in messages if message["role"] != "assistant")
+
+
+def _caller(results: Sequence[Message]) -> Message:
+    """An answer that calls exactly the tools whose results follow."""
+    calls = [
+        {
+            "type": "function",
+            "id": result.get("tool_call_id") or "call00000",
+            "function": {"name": result.get("name") or "look", "arguments": {"path": _ARGUMENT}},
+        }
+        for result in results
+    ]
+    return {"role": "assistant", "content": _MARK % "caller", "tool_calls": calls}
+
+
+def _end_of(text: str, message: Message, name: str) -> int:
+    """Where the message's content ends in the text."""
+    start = text.find(message["content"])
+    if start < 0:
+        raise TemplateError(f"chat template {name} does not show the text of {message['role']} messages")
+    return start + len(message["content"])
 
 
 def _token_text(token: Any) -> str:

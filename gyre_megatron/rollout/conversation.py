@@ -101,12 +101,18 @@ def units_of(request: CallRequest) -> list[Unit]:
     while index < len(messages) and messages[index]["role"] == "system":
         index += 1
     units = [_head(messages[:index], request.tools)]
+    names: dict[Any, str] = {}
     while index < len(messages):
         role = messages[index]["role"]
         end = index + 1
         while role == "tool" and end < len(messages) and messages[end]["role"] == "tool":
             end += 1
-        units.append(_unit(role, tuple(messages[index:end])))
+        run = messages[index:end]
+        if role == "assistant":
+            names.update((call.get("id"), call["function"]["name"]) for call in run[0].get("tool_calls") or ())
+        elif role == "tool":
+            run = [{"name": names.get(message.get("tool_call_id"), "tool"), **message} for message in run]
+        units.append(_unit(role, tuple(run)))
         index = end
     return units
 

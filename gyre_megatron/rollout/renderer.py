@@ -6,6 +6,7 @@ The renderer knows the template's pieces and the tokenizer; `extend` hangs what 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,13 @@ from gyre_megatron.errors import TemplateError
 from gyre_megatron.rollout.chat_template import ChatTemplate
 from gyre_megatron.rollout.conversation import Unit
 from gyre_megatron.rollout.output_parser import THINK_CLOSE, THINK_OPEN
+from gyre_megatron.rollout.template_proof import prove_or_degrade
 from gyre_megatron.rollout.token_text import TokenText
 from gyre_megatron.rollout.tool_formats import detect_format
 from gyre_megatron.trajectory.forest import Forest
 from gyre_megatron.trajectory.records import Node
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Prompt:
         token_ids: int32 [n], the whole prompt with `lead`.
         num_reused: Tokens that came from the forest.
         prefill: Text that the harness began the answer with.
+        opens_thinking: Whether the prompt has opened a <think> block that the answer will close.
     """
 
     parent: Node
@@ -39,6 +44,7 @@ class Prompt:
     token_ids: np.ndarray
     num_reused: int
     prefill: str = ""
+    opens_thinking: bool = False
 
 
 class Renderer:
@@ -65,9 +71,7 @@ class Renderer:
                 "with a special token of the tokenizer; the end of an answer could not be told from its text"
             )
         self.turn_end_id = int(self._close_ids[0])
-        self._lead = tokens.encode(template.generation_prompt)
-        prompt = template.generation_prompt
-        self.opens_thinking = prompt.rfind(THINK_OPEN) > prompt.rfind(THINK_CLOSE)
+        self._leads: dict[str, np.ndarray] = {}
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, config: ProxyConfig) -> Renderer:
@@ -79,7 +83,17 @@ class Renderer:
         template = ChatTemplate.from_checkpoint(path, config.chat_template_kwargs)
         model = json.loads((Path(path) / "config.json").read_text())
         length = config.context_length or model.get("max_position_embeddings", 32_768)
-        return cls(template, TokenText(path), config.tool_call_format, length)
+        tokens = TokenText(path)
+        try:
+            proof = prove_or_degrade(template, tokens)
+            log.info(
+                "chat template %s: %d conversations rendered incrementally", template.name, proof.num_conversations
+            )
+        except TemplateError as error:
+            if not config.unproven_template:
+                raise
+            log.warning("serving an unproven chat template: %s", error)
+        return cls(template, tokens, config.tool_call_format, length)
 
     def extend(self, forest: Forest, units: list[Unit]) -> Prompt:
         """Follow the forest as far as it goes and hang the units that are new."""
@@ -88,12 +102,24 @@ class Renderer:
         node, reused = match.node, match.node.end if match.node else 0
         for index in range(match.num_units, len(units)):
             node = self._add(forest, node, units, index)
-        lead = self._lead
+        previous = self._previous(units[-1].kind)
+        lead = self._lead(previous)
         if prefill:
             lead = np.concatenate([lead, self.tokens.encode(prefill)])
         if node is None:
             raise TemplateError("a prompt without a single unit cannot be rendered")
-        return Prompt(node, lead, np.concatenate([forest.path_ids(node), lead]), reused, prefill)
+        asks = self.template.generation_prompt(previous)
+        opens = not prefill and asks.rfind(THINK_OPEN) > asks.rfind(THINK_CLOSE)
+        return Prompt(node, lead, np.concatenate([forest.path_ids(node), lead]), reused, prefill, opens)
+
+    def _lead(self, previous: str) -> np.ndarray:
+        if previous not in self._leads:
+            self._leads[previous] = self.tokens.encode(self.template.generation_prompt(previous))
+        return self._leads[previous]
+
+    def _previous(self, kind: str) -> str:
+        """The role the template saw: system messages it does not take in mid-list are shown to it as user messages."""
+        return "user" if kind == "system" and not self.template.supports_mid_system else kind
 
     def _split_prefill(self, units: list[Unit]) -> tuple[list[Unit], str]:
         last = units[-1]
@@ -124,9 +150,7 @@ class Renderer:
         messages = unit.messages
         if unit.kind == "system" and not self.template.supports_mid_system:
             messages = ({"role": "user", "content": f"<system>\n{messages[0]['content']}\n</system>"},)
-        if previous == "system" and not self.template.supports_mid_system:
-            previous = "user"
-        return self.template.piece(previous, messages)
+        return self.template.piece(self._previous(previous), messages)
 
     def _closing(self, answer: Node) -> np.ndarray:
         """Ids that close a turn the policy may have ended itself."""

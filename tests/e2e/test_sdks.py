@@ -189,7 +189,7 @@ def test_limits_and_stop_strings(tmp_path: Path) -> None:
         assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence == "me"
         assert stopped.content[0].text == "Let "
 
-    # The scripted engine knows no stop strings: the proxy ends the call itself, so the engine may be ahead of the store.
+    # The scripted engine knows no stop strings: the proxy ends the call, and the engine may be ahead of the store.
     drive(tmp_path, body, replays=False)
 
 
