@@ -8,7 +8,6 @@ ids; one difference and the template is refused by name. Run once, when a proxy 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +132,7 @@ def _compare(
     template: ChatTemplate, tokens: TokenText | None, messages: list[Message], tools: list[dict[str, Any]]
 ) -> bool:
     """Whether answers come out verbatim too; what is no answer must."""
-    # An answer that ends a conversation is never rendered: the policy is asked only after user, tool or system messages.
+    # An answer that ends a conversation is never rendered: the policy is asked only after other messages.
     asked = messages if messages[-1]["role"] != "assistant" else [*messages, {"role": "user", "content": "more"}]
     whole = template.render(asked, tools, generation_prompt=True)
     units = units_of(CallRequest("chat", "m", asked, tools))
@@ -156,9 +155,14 @@ def _without_answers(template: ChatTemplate, text: str) -> list[str]:
     """The runs of context between answers, generation prompts included up to where they open an answer."""
     asks = template.generation_prompt("user")
     shown = template.piece("user", [{"role": "assistant", "content": "\x00"}])
-    header = os.path.commonprefix([asks, shown]) or asks
+    header = _common_prefix(asks, shown) or asks
     first, *answers = text.split(header)
     return [first, *(answer.partition(template.turn_close)[2] for answer in answers)]
+
+
+def _common_prefix(one: str, other: str) -> str:
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]
 
 
 def _compare_ids(template: ChatTemplate, tokens: TokenText, pieces: list[str], whole: str, roles: list[str]) -> None:
