@@ -73,13 +73,21 @@ def _commit(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[
     before = {key: tensor.data_ptr() for key, tensor in parameters.items()}
     for key, tensor in parameters.items():
         tensor.copy_(shadow.tensors[key], non_blocking=True)
-    post_load_weights(model)
+    _refresh_derived(model)
     moved = [key for key, tensor in _parameters(model).items() if tensor.data_ptr() != before[key]]
     if moved:
         raise TransferError(f"refreshing derived tensors moved the storage of {moved[:3]}; captured graphs are stale")
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return {"nbytes": shadow.nbytes}
+
+
+def _refresh_derived(model: torch.nn.Module) -> None:
+    """Recompute what SGLang derives from parameters while loading: MLA's split kv_b, norms stored minus one."""
+    post_load_weights(model)
+    for module in model.modules():
+        if hasattr(module, "refresh_gemma_weight"):
+            module.refresh_gemma_weight()
 
 
 def _seal(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:

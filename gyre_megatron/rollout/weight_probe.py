@@ -37,6 +37,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._sources, self._targets = sources, targets
         self.copies: list[tuple[str, torch.Tensor, str, torch.Tensor]] = []
+        self._joined: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
+        """Storage of a concatenation -> (it, kept alive; dimension; parts)."""
         self.cleared: dict[str, int] = {}
         self.refused: list[str] = []
 
@@ -45,6 +47,10 @@ class _Recorder(TorchDispatchMode):
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if first is not None and func in _ALIASING and _storage(first) in self._sources:
             return first
+        if func is aten.cat.default and all(_storage(part) in self._sources for part in args[0]):
+            joined = func(*args, **kwargs)
+            self._joined[_storage(joined)] = (joined, args[1] if len(args) > 1 else kwargs.get("dim", 0), args[0])
+            return joined
         target = self._targets.get(_storage(first)) if first is not None and func._schema.is_mutable else None
         if target is None:
             return func(*args, **kwargs)
@@ -55,11 +61,15 @@ class _Recorder(TorchDispatchMode):
         return first
 
     def _record_copy(self, target: str, destination: torch.Tensor, source: torch.Tensor) -> None:
-        name = self._sources.get(_storage(source))
-        if name is None:
-            self.refused.append(target)
-        else:
+        name, joined = self._sources.get(_storage(source)), self._joined.get(_storage(source))
+        if name is not None:
             self.copies.append((name, source, target, destination))
+        elif joined is not None and joined[0].shape == source.shape and source.is_contiguous():
+            sizes = [part.shape[joined[1]] for part in joined[2]]
+            for part, place in zip(joined[2], destination.split(sizes, joined[1]), strict=True):
+                self._record_copy(target, place, part)
+        else:
+            self.refused.append(target)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -7,9 +7,10 @@ and `ListedLayout` (pieces given rank by rank, e.g. read from an engine's real m
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from gyre_megatron.errors import LayoutError
@@ -107,3 +108,31 @@ def check_bound(rank: int, expected: Sequence[LocalTensor], found: Mapping[str, 
                 f"rank {rank}: {len(names)} tensors {what}, first {names[:4]}; the layout's sizes, naming style or "
                 "architecture do not describe this model"
             )
+
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?")
+
+
+@lru_cache(maxsize=1 << 18)
+def place_of(name: str) -> tuple[int | None, int | None]:
+    """The layer and the routed expert that a canonical tensor belongs to."""
+    match = _LAYER.match(name)
+    if match is None:
+        return None, None
+    return int(match[1]), None if match[2] is None else int(match[2])
+
+
+def index_by_name(tensors: tuple[LocalTensor, ...]) -> dict[str, tuple[Piece, ...]]:
+    """Pieces of a rank's tensors by canonical name."""
+    index: dict[str, list[Piece]] = {}
+    for piece in (piece for tensor in tensors for piece in tensor.pieces):
+        index.setdefault(piece.name, []).append(piece)
+    return {name: tuple(pieces) for name, pieces in index.items()}
+
+
+def merge_replicas(found: Iterable[tuple[tuple[Piece, ...], Sequence[int]]]) -> list[Shard]:
+    """Join ranks that hold the same pieces."""
+    merged: dict[tuple[Piece, ...], list[int]] = {}
+    for pieces, ranks in found:
+        merged.setdefault(pieces, []).extend(ranks)
+    return [Shard(pieces, tuple(ranks)) for pieces, ranks in merged.items()]

@@ -6,8 +6,7 @@ it, so a wrong guess about names, sizes or layers is refused before anything mov
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -16,11 +15,10 @@ from gyre_megatron.config.model import Architecture
 from gyre_megatron.errors import LayoutError
 from gyre_megatron.weights.boxes import Block, LocalTensor, stack
 from gyre_megatron.weights.canonical import EMBEDDING, FINAL_NORM, OUTPUT, layer_prefix
-from gyre_megatron.weights.layout import Layout, Shard, check_bound
+from gyre_megatron.weights.layout import Layout, Shard, check_bound, index_by_name, merge_replicas, place_of
 from gyre_megatron.weights.megatron_names import LayerBlocks, MegatronStyle
 from gyre_megatron.weights.parallel import Parallelism, ParallelRank
 
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?")
 _PERSISTENT_BUFFERS = ("router.expert_bias",)
 
 
@@ -41,7 +39,7 @@ class MegatronLayout(Layout):
         }
         self._dense, self._experts = lru_cache(None)(self._build_dense), lru_cache(None)(self._build_experts)
         self._outer = lru_cache(None)(self._build_outer)
-        self._by_name = lru_cache(None)(_index_by_name)
+        self._by_name = lru_cache(None)(index_by_name)
 
     def tensors(self, rank: int) -> Sequence[LocalTensor]:
         at = self.parallelism.rank(rank)
@@ -60,19 +58,18 @@ class MegatronLayout(Layout):
         return [*layers, *mtp]
 
     def shards(self, name: str) -> Sequence[Shard]:
-        match, p = _LAYER.match(name), self.parallelism
-        if match is None:
+        (layer, expert), p = place_of(name), self.parallelism
+        if layer is None:
             return self._outer_shards(name)
-        layer = int(match[1])
         if layer >= self.architecture.num_layers + self.architecture.num_mtp_layers:
             return ()
         stage = self._place[layer][0] if layer in self._place else p.pp - 1
         base, inner = stage * p.tp * p.cp * p.dp, p.tp * p.cp * p.dp
-        if match[2] is None:
+        if expert is None:
             found = ((self._by_name(self._dense(layer, t)).get(name), range(t, inner, p.tp)) for t in range(p.tp))
         else:
             assert self.architecture.moe is not None
-            ep_rank = int(match[2]) // (self.architecture.moe.num_experts // p.ep)
+            ep_rank = expert // (self.architecture.moe.num_experts // p.ep)
             step = p.expert_tp * p.ep
             found = (
                 (
@@ -81,7 +78,7 @@ class MegatronLayout(Layout):
                 )
                 for t in range(p.expert_tp)
             )
-        return _merge_replicas((pieces, [base + r for r in ranks]) for pieces, ranks in found if pieces)
+        return merge_replicas((pieces, [base + r for r in ranks]) for pieces, ranks in found if pieces)
 
     def _outer_shards(self, name: str) -> Sequence[Shard]:
         p = self.parallelism
@@ -92,7 +89,7 @@ class MegatronLayout(Layout):
             for stage in stages
             for t in range(p.tp)
         )
-        return _merge_replicas((pieces, ranks) for pieces, ranks in found if pieces)
+        return merge_replicas((pieces, ranks) for pieces, ranks in found if pieces)
 
     def _is_last(self, stage: int) -> bool:
         return stage == self.parallelism.pp - 1
@@ -157,20 +154,6 @@ class MegatronLayout(Layout):
         blocks = [Block(name, (start, 0), (stop - start, hidden))] if stop > start else []
         blocks.append(Block(None, (), (rows - (stop - start), hidden)))
         return stack(key, (rows, hidden), blocks, source)
-
-
-def _index_by_name(tensors: tuple[LocalTensor, ...]) -> dict[str, tuple]:
-    index: dict[str, list] = {}
-    for piece in (piece for tensor in tensors for piece in tensor.pieces):
-        index.setdefault(piece.name, []).append(piece)
-    return {name: tuple(pieces) for name, pieces in index.items()}
-
-
-def _merge_replicas(found: Iterable[tuple[tuple, Sequence[int]]]) -> list[Shard]:
-    merged: dict[tuple, list[int]] = {}
-    for pieces, ranks in found:
-        merged.setdefault(pieces, []).extend(ranks)
-    return [Shard(pieces, tuple(ranks)) for pieces, ranks in merged.items()]
 
 
 def named_tensors(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
