@@ -10,6 +10,7 @@ Legend: T query tokens, S key tokens, N heads, G key-value heads, D head size.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -73,7 +74,7 @@ def _chain_pieces(pieces, start, end, rectangles, first, last, shift) -> None:
         pieces.append((low + shift, low, high - low, high - low, 1))
     nested = [*rectangles, (end, end, end)]
     # Rectangles shrink along the chain: queries beyond the i-th cut see only the keys of the chain up to it.
-    for (_, key_end, until), (_, _, beyond) in zip(nested, nested[1:], strict=False):
+    for (_, key_end, until), (_, _, beyond) in itertools.pairwise(nested):
         low, high = max(beyond, first, end), min(until, last)
         if low < high:
             pieces.append((low + shift, start, high - low, key_end - start, 0))

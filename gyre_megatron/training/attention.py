@@ -75,7 +75,7 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (order,) = ctx.saved_tensors
-        by_rank = torch.empty_like(grad).index_copy_(0, order, grad)
+        by_rank = grad.new_empty(grad.shape).index_copy_(0, order, grad)
         mine = grad.new_empty((ctx.length, *grad.shape[1:]))
         dist.reduce_scatter_tensor(mine, by_rank, group=ctx.group)
         return mine, None, None

@@ -124,8 +124,10 @@ def chunked_delta_rule(query, key, value, decay, beta, state) -> tuple[torch.Ten
         torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, pad)).transpose(1, 2).unflatten(2, (-1, chunk))
         for x in (query * query.shape[-1] ** -0.5, key, value, decay, beta)
     )  # [B, N, chunks, C, ...]
+    # Sums of decay from each place to each later one, never a difference of two large sums (which loses the digits).
+    between = decay[..., None].expand(*decay.shape, chunk).tril(-1).cumsum(-2)
+    ratio = between.exp().tril()
     total = decay.cumsum(-1)
-    ratio = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
     weighted = key * beta[..., None]
     lower = ((weighted @ key.transpose(-1, -2)) * ratio).tril(-1)
     right = torch.cat([value * beta[..., None], weighted * total.exp()[..., None]], dim=-1)
@@ -133,7 +135,7 @@ def chunked_delta_rule(query, key, value, decay, beta, state) -> tuple[torch.Ten
     values, keys = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
     scores = (query @ key.transpose(-1, -2)) * ratio
     reads = query * total.exp()[..., None]
-    writes = key * (total[..., -1:] - total).exp()[..., None]
+    writes = key * between[..., -1, :].exp()[..., None]
     outputs = []
     for i in range(query.shape[2]):
         fresh = values[:, :, i] - keys[:, :, i] @ state

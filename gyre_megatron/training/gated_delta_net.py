@@ -129,7 +129,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)  # empty_like would keep the strides of a transposed gradient
         dist.all_to_all_single(out, x.contiguous(), group=group)
         return out
 

@@ -32,7 +32,7 @@ def transformer_config(
             "available; train qwen3, qwen3_moe or qwen3_next"
         )
     dtype = DTYPES[config.dtype]
-    return TransformerConfig(
+    megatron = TransformerConfig(
         **_shape(architecture),
         **_layout(config, dtype),
         **_no_fusion(),
@@ -44,6 +44,8 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,
     )
+    megatron.context_parallel_size = config.cp  # late: only Megatron's own Gated DeltaNet refuses it
+    return megatron
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -78,7 +80,6 @@ def _layout(config: TrainingConfig, dtype: torch.dtype) -> dict[str, Any]:
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
         virtual_pipeline_model_parallel_size=config.vpp,
-        context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.expert_tp,
         sequence_parallel=config.uses_sequence_parallel,

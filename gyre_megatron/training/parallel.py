@@ -71,3 +71,16 @@ def parallel_rank(config: TrainingConfig, architecture: Architecture) -> Paralle
         tp=config.tp, pp=config.pp, vpp=config.vpp or 1, cp=config.cp, dp=dp, ep=config.ep, etp=expert_tp
     )
     return layout.rank(dist.get_rank())
+
+
+def mark_expert_parameters(config: TrainingConfig, chunks: list[torch.nn.Module]) -> None:
+    """Make Megatron reduce experts over their own data-parallel group where it would not.
+
+    Megatron decides by `ep > 1` alone; with ep = 1 and etp != tp it sums different tensor-parallel shards.
+    """
+    if config.ep > 1 or config.expert_tp == config.tp:
+        return
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.allreduce = False

@@ -59,6 +59,7 @@ class Trainer:
         self.model_chunks = build_model_chunks(architecture, config, initialize_weights=checkpoint is None)
         if checkpoint is not None:
             load_hf_checkpoint(self.model_chunks, architecture, self.parallel_rank(), checkpoint)
+        parallel.mark_expert_parameters(config, self.model_chunks)
         buffers = [] if config.optimizer.distributed else parameters.flatten_parameters(self.model_chunks)
         self._wrapped = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(self.model_chunks)]
         self._parameter_buffers = buffers or parameters.parameter_buffers_of(self._wrapped)

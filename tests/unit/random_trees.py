@@ -1,4 +1,4 @@
-"""Random execution trees for tests: shallow and deep, single-token nodes, many children, branches at the first token."""
+"""Random execution trees: shallow and deep, single-token nodes, many children, branches at the first token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def random_node(rng: np.random.Generator, parent: int, length: int, vocab: int, 
         parent=parent,
         token_ids=rng.integers(0, vocab, length).astype(np.int32),
         trainable=mask,
-        behaviour_logprobs=np.where(mask, -np.abs(rng.normal(5.5, 0.4, length)), 0).astype(np.float32),
+        behaviour_logprobs=np.where(mask, -np.abs(rng.normal(4.6, 0.6, length)), 0).astype(np.float32),
         weight_versions=np.where(mask, rng.integers(0, 3, length), -1).astype(np.int32),
         temperatures=np.where(mask, rng.choice([0.7, 1.0], length), 1.0).astype(np.float32),
     )
@@ -40,7 +40,7 @@ def random_tree(
                 length = 1 if rng.random() < 0.3 else int(rng.integers(1, max_length + 1))
                 nodes.append(random_node(rng, parent, length, vocab, bool(rng.random() < 0.7)))
                 grown.append(len(nodes) - 1)
-        frontier = list(rng.permutation(grown)[:5])
+        frontier = list(rng.permutation(grown)[:4])
     parents = {node.parent for node in nodes}
     leaves = [n for n in range(len(nodes)) if n not in parents]
     trajectories = [Trajectory(leaf, ROLES[i % 4]) for i, leaf in enumerate(leaves)]

@@ -1,0 +1,75 @@
+"""Pools of gloo ranks for tests: Megatron is imported once, ranks are forked, every call has a hard timeout."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["gyre_megatron.training", "tests.dist.ranks"])
+
+
+def _serve(rank: int, size: int, store: str, connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    file_store = dist.FileStore(store, size)
+    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    while True:
+        function, args = connection.recv()
+        try:
+            connection.send((None, function(*args)))
+        except BaseException:
+            connection.send((traceback.format_exc(), None))
+
+
+class RankPool:
+    """`size` processes in one process group; `run` calls a function on all of them at once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[multiprocessing.connection.Connection] = []
+
+    def _start(self) -> None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
+        for rank in range(self.size):
+            mine, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(mine)
+
+    def run(self, function: Callable, *args, timeout: float = 120) -> list[Any]:
+        """Results of `function(*args)` by rank; kills the pool if a rank fails or time runs out."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        deadline, results = time.monotonic() + timeout, []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {self.size} gave no answer in {timeout} s")
+            error, value = pipe.recv()
+            if error:
+                self.close()
+                raise RuntimeError(f"rank {rank} of {self.size} failed:\n{error}")
+            results.append(value)
+        return results
+
+    def close(self) -> None:
+        """Kill the ranks; the next `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
