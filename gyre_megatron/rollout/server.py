@@ -134,6 +134,7 @@ class SglangServer:
             self.check_alive()
             try:
                 if self._session.get(f"{self.url}/health", timeout=2).ok:
+                    self._freeze_garbage_collector()
                     return
             except requests.RequestException:
                 pass  # not listening yet
@@ -142,6 +143,10 @@ class SglangServer:
             f"the SGLang server at {self.url} was not ready after engine.start_timeout_s={self.config.start_timeout_s}"
             f" s; its last log lines:\n{self.log_tail()}"
         )
+
+    def _freeze_garbage_collector(self) -> None:
+        """Exempt what start-up allocated from collection: each release or flush collects, over millions of objects."""
+        self.post("/freeze_gc")
 
     def check_alive(self) -> None:
         """Raise EngineError with the last log lines if the process ended."""
@@ -160,7 +165,6 @@ class SglangServer:
 
     def offload(self) -> None:
         """Give the engine's device memory (KV cache, weights) to the trainer; nothing may be running on it."""
-        self.post("/flush_cache")
         self.post("/release_memory_occupation", {})
 
     def onload(self) -> None:

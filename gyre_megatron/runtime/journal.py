@@ -86,6 +86,8 @@ class Journal:
 
     def roles(self, roles: Sequence[Role], waterlevel: int) -> None:
         """Roles after a change; a change that completes a transition counts as a switch."""
+        if not self._roles:
+            self._step_started = time.monotonic()  # the first step's time does not include the start of the job
         for cell, role in enumerate(roles):
             before = self._roles[cell] if self._roles else None
             if role is before:
