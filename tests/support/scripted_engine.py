@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -78,10 +79,15 @@ class ScriptedEngine:
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        with contextlib.suppress(ConnectionResetError):  # the proxy hung up: as SGLang does, drop the request
+            await self._answer(request, response)
+        return response
+
+    async def _answer(self, request: web.Request, response: web.StreamResponse) -> None:
         body = orjson.loads(await request.read())
         prompt, sampling, rid = body["input_ids"], body["sampling_params"], body["rid"]
         self.prompts.append(prompt)
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         output: list[int] = []
         self.outputs.append(output)
@@ -98,7 +104,6 @@ class ScriptedEngine:
                 await response.write(self._event(rid, len(prompt), output, sent, finish))
                 sent = len(output)
         await response.write(b"data: [DONE]\n\n")
-        return response
 
     def _step(self, policy: Iterable[int], output: list[int], stops: set[int], limit: int) -> dict | None:
         token = next(policy, None)

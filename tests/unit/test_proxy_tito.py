@@ -1,4 +1,4 @@
-"""Token-in, token-out: whatever form a harness echoes the history in, the engine is fed the stored ids plus new ones."""
+"""Token-in, token-out: in whatever form a harness echoes the history, the engine is fed stored ids plus new ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
