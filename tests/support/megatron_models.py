@@ -9,9 +9,8 @@ megatron_cpu.install()
 import megatron.core.ssm.gated_delta_net as megatron_gdn
 import megatron.core.transformer.multi_latent_attention as megatron_mla
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from gyre_megatron.config.model import Architecture, GatedDeltaNetArchitecture, MlaArchitecture, MoeArchitecture
-from gyre_megatron.weights.parallel import Parallelism
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -22,6 +21,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from gyre_megatron.config.model import Architecture, GatedDeltaNetArchitecture, MlaArchitecture, MoeArchitecture
+from gyre_megatron.weights.parallel import Parallelism
 
 SHAPE = dict(vocab_size=500, hidden_size=64, num_layers=4, num_attention_heads=8, head_dim=16, intermediate_size=96)
 MOE = dict(num_experts=8, experts_per_token=2, intermediate_size=32)
@@ -102,6 +104,9 @@ def initialize(p: Parallelism) -> None:
     """Make Megatron's groups for layout `p` over the default world."""
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:  # Megatron leaves them open: sockets and threads pile up
+                dist.destroy_process_group(group)
     mpu.initialize_model_parallel(
         p.tp, p.pp, p.vpp if p.vpp > 1 else None, context_parallel_size=p.cp, expert_model_parallel_size=p.ep,
         expert_tensor_parallel_size=p.expert_tp,
