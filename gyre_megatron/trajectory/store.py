@@ -58,6 +58,10 @@ class TrajectoryStore:
             self._writer.close()
         self._reader.close()
 
+    def checkpoint(self) -> None:
+        """Move everything from the write-ahead log into the file itself."""
+        self._all("PRAGMA wal_checkpoint(TRUNCATE)")
+
     # groups and executions -----------------------------------------------------------------------------------------
 
     def add_group(self, group_id: str, query: dict[str, Any], num_executions: int, weight_version: int) -> list[str]:
