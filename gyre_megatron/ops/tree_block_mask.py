@@ -13,7 +13,7 @@ from gyre_megatron.ops import library  # noqa: F401  (registers torch.ops.gyre)
 from gyre_megatron.ops.tree_attention import visibility
 
 Tables = tuple[torch.Tensor, ...]
-"""kv counts, kv indices, full kv counts, full kv indices, then the same four of queries; int32 [1, 1, rows(, width)]."""
+"""Counts and indices of kv, of full kv, then the same four of queries; int32 [1, 1, rows(, width)]."""
 
 
 def tree_block_tables(
