@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any
 
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.errors import CellError, ParityError
@@ -229,7 +231,7 @@ class ControlPlane:
         serving = sum(role is Role.ROLLOUT for role in self.cells.roles)
         return serving * self.config.scheduler.cell_capacity
 
-    def _start_transition(self, cell: int, through: Role, transition) -> None:
+    def _start_transition(self, cell: int, through: Role, transition: Coroutine[Any, Any, None]) -> None:
         self._set_role(cell, through)
         self._transition = asyncio.create_task(transition)
         self._transition.add_done_callback(lambda _: self._wake())
@@ -249,7 +251,8 @@ class ControlPlane:
 
     async def _next_change(self) -> None:
         changed = asyncio.ensure_future(self._changed.wait())
-        waits = {changed, self.cells.failure, *([self._transition] if self._transition else [])}
+        waits: list[asyncio.Future[Any]] = [changed, self.cells.failure]
+        waits += [self._transition] if self._transition is not None else []
         await asyncio.wait(waits, return_when="FIRST_COMPLETED")
         changed.cancel()
         if self.cells.failure.done():
@@ -273,7 +276,7 @@ class ControlPlane:
                 "(dtype, attention backend, router)"
             )
 
-    def status(self) -> dict:
+    def status(self) -> dict[str, Any]:
         """What the status page shows."""
         state = self.state()
         return {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from gyre_megatron.rollout.harness import HarnessContext, run_execution
 from gyre_megatron.trajectory.records import Outcome
@@ -43,7 +44,7 @@ class ExecutionPool:
         for execution in [e for e in queued if e.execution_id not in self._running][:room]:
             task = asyncio.create_task(run_execution(self._context, execution.execution_id))
             self._running[execution.execution_id] = task
-            task.add_done_callback(lambda done, name=execution.execution_id: self._ended(name, done))
+            task.add_done_callback(partial(self._ended, execution.execution_id))
 
     def raise_failures(self) -> None:
         """Re-raise what no outcome stands for: a broken store or task, never a failed rollout."""
@@ -61,8 +62,8 @@ class ExecutionPool:
         del self._running[execution_id]
         if task.cancelled():
             return
-        if task.exception() is not None:
-            self._failures.append(task.exception())
+        if (failure := task.exception()) is not None:
+            self._failures.append(failure)
         else:
             harness = task.result().detail.get("harness", {})
             self.harness_errors += harness.get("ended_by") == "exit" and harness.get("code") != 0

@@ -94,7 +94,13 @@ def draw_timeline(events: list[dict[str, Any]], file: Path, window_s: float = 90
                 gantt.barh(cell, until - begin, left=begin - start, color=ROLE_COLOURS[change["role"]], height=0.7)
     gantt.set(yticks=cells, yticklabels=[f"cell {cell}" for cell in cells], xlim=(0, max(end - start, 1)))
     gantt.invert_yaxis()
-    gantt.legend(handles=[Patch(color=c, label=r) for r, c in ROLE_COLOURS.items()], loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=4, frameon=False)
+    gantt.legend(
+        handles=[Patch(color=c, label=r) for r, c in ROLE_COLOURS.items()],
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncol=4,
+        frameon=False,
+    )
     levels = [(event["time"] - start, event["waterlevel"]) for event in events if "waterlevel" in event]
     shown = [(time, value) for time, value in levels if time >= 0]
     if shown:

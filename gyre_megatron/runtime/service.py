@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from gyre_megatron.config.loader import GyreConfig, load_config
 from gyre_megatron.errors import ConfigError, GyreError, RunDirectoryError
@@ -91,26 +94,27 @@ async def _run_to_the_end(control: ControlPlane) -> None:
         await control.cells.all_told(CELLS_END_S)
 
 
-class _http_server:
-    """uvicorn on an open socket, inside the running loop."""
+class _Server(uvicorn.Server):
+    """uvicorn that leaves signals to this process."""
 
-    def __init__(self, app, listener: socket.socket) -> None:
-        settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600)
-        self._server = uvicorn.Server(settings)
-        self._server.install_signal_handlers = lambda: None
-        self._listener = listener
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        while not self._server.started:
-            if self._task.done():
-                self._task.result()
-            await asyncio.sleep(0.01)
 
-    async def __aexit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._server.force_exit = True
-        await self._task
+@contextlib.asynccontextmanager
+async def _http_server(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve `app` on an open socket, inside the running loop, while the block runs."""
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600)
+    server = _Server(settings)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.01)
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
 
 
 def _listen(host: str, port: int) -> socket.socket:

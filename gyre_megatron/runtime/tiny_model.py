@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from gyre_megatron.config.model import TinyModelConfig
 
@@ -80,7 +81,7 @@ def _write_model(config: TinyModelConfig, path: Path) -> None:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    hf_config = Qwen3MoeConfig(
+    fields: dict[str, Any] = dict(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=2 * config.hidden_size,
@@ -100,6 +101,7 @@ def _write_model(config: TinyModelConfig, path: Path) -> None:
         pad_token_id=None,  # a padding row would be all zeros, and RMSNorm makes its gradient explode
         bos_token_id=None,
     )
+    hf_config = Qwen3MoeConfig(**fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Qwen3MoeForCausalLM(hf_config).to(getattr(torch, config.dtype))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,11 @@ class CellTopology:
         return rank % self.ranks_per_cell
 
 
-def make_group(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+RawGroup = Any
+"""A gloo or NCCL backend object that is not registered with torch.distributed."""
+
+
+def make_group(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> RawGroup:
     """Make one process group outside the default world.
 
     Args:
@@ -88,11 +93,11 @@ class CrossCellGroups:
         options.rootRank = 0
         self._wait(self._group(prefix).broadcast([tensor], options), "broadcast from the core", prefix)
 
-    def group(self, prefix: int) -> dist.ProcessGroup:
+    def group(self, prefix: int) -> RawGroup:
         """The raw group of cells 0..prefix-1 at this position, for transports that send and receive themselves."""
         return self._group(prefix)
 
-    def _group(self, prefix: int) -> dist.ProcessGroup:
+    def _group(self, prefix: int) -> RawGroup:
         if prefix not in self._groups:
             raise CellError(f"cell {self.cell} is not a member of the prefix of {prefix} cells")
         return self._groups[prefix]

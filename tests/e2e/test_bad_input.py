@@ -86,6 +86,13 @@ def test_an_engine_that_dies_at_start_shows_its_last_log_lines(tmp_path: Path):
         assert run.survivors() == []
 
 
+def test_a_gap_between_trainer_and_engine_stops_the_run(tmp_path: Path):
+    with training_run(tmp_path, "--set", "run.logprob_gap_limit=1e-12") as run:
+        assert run.wait(120) != 0
+        assert "trainer and engine differ by" in run.output and "run.logprob_gap_limit is 1e-12" in run.output
+        assert run.survivors() == []
+
+
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path):
     with training_run(tmp_path, "--set", "run.num_steps=50") as first:
         first.wait_for_file("control_plane.json", 90)

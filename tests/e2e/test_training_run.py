@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import requests
 
 from gyre_megatron.trajectory.store import TrajectoryStore
 from tests.support.training_runs import training_run
@@ -20,6 +22,17 @@ def finished_executions(directory: Path) -> dict[str, tuple]:
         return {e.execution_id: (e.attempt, e.finished_at, e.outcome.reward) for e in finished}
     finally:
         store.close()
+
+
+def check_status_pages(directory: Path) -> None:
+    """What a person and Prometheus see of a running job, and what a stranger must not do to it."""
+    endpoint = json.loads((directory / "control_plane.json").read_text())
+    status = requests.get(f"{endpoint['url']}/status", timeout=5).json()
+    assert status["step"] >= 1 and len(status["roles"]) == 2 and status["lost_calls"] == 0
+    page = requests.get(f"{endpoint['url']}/metrics", timeout=5).text
+    assert "gyre_waterlevel " in page and 'gyre_cell_role{cell="0",role="train"}' in page
+    for action in ("next", "report", "register", "fail"):
+        assert requests.post(f"{endpoint['url']}/cells/0/{action}", timeout=5).status_code == 401
 
 
 def trained_steps(directory: Path) -> dict[str, int | None]:
@@ -66,6 +79,8 @@ def test_a_killed_run_resumes_from_its_checkpoint_and_loses_nothing(tmp_path: Pa
 def test_a_burst_of_two_steps_brings_joining_cells_to_the_cores_weights(tmp_path: Path):
     words = "run.num_steps=4 scheduler.steps_per_burst=2 scheduler.groups_per_step=1 training.token_budget=256"
     with training_run(tmp_path, *[w for word in words.split() for w in ("--set", word)]) as run:
+        run.wait_for_steps(1, 150)
+        check_status_pages(run.directory)
         assert run.wait(200) == 0, run.output[-4000:]
         assert run.survivors() == []
     records = run.records()
