@@ -133,7 +133,7 @@ class Resharder:
             copy_boxes(self._sources, self._targets, self._local)
         times.install += time.perf_counter() - start
         for stream in self._receives:
-            inbox = self._transport.inbox(stream.peer)
+            inbox = self._transport.inbox(stream.peer, [bucket.nbytes + _TRAILER for bucket in stream.buckets])
             for bucket, table in zip(stream.buckets, stream.tables, strict=True):
                 start = time.perf_counter()
                 slot = inbox.slot(bucket.nbytes + _TRAILER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -76,8 +77,8 @@ class Transport(ABC):
         """Open the stream to `peer`."""
 
     @abstractmethod
-    def inbox(self, peer: int) -> Inbox:
-        """Open the stream from `peer`."""
+    def inbox(self, peer: int, sizes: Sequence[int]) -> Inbox:
+        """Open the stream from `peer`, which will carry buckets of `sizes` bytes."""
 
     @abstractmethod
     def break_off(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -25,10 +26,20 @@ class CollectiveTransport(Transport):
         super().__init__(store, process, num_processes, name, timeout_s, staging_bytes)
         self.device = torch.device(device)
         self._group: dist.ProcessGroup | None = None
+        self._buffers: dict[bool, list[torch.Tensor]] = {True: [], False: []}
 
     @property
     def bucket_bytes(self) -> int:
-        return self._staging_bytes // (_WINDOW + 1) // 4096 * 4096
+        return self._staging_bytes // (2 * _WINDOW) // 4096 * 4096
+
+    def buffers(self, outgoing: bool) -> list[torch.Tensor]:
+        """The staging buffers of one direction, allocated once: fresh memory costs a page fault per page."""
+        if not self._buffers[outgoing]:
+            self._buffers[outgoing] = [
+                torch.empty(self.bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(_WINDOW)
+            ]
+            self.account(_WINDOW * self.bucket_bytes)
+        return list(self._buffers[outgoing])
 
     def begin(self) -> None:
         super().begin()
@@ -44,17 +55,20 @@ class CollectiveTransport(Transport):
     def outbox(self, peer: int) -> Outbox:
         return _CollectiveOutbox(self, peer)
 
-    def inbox(self, peer: int) -> Inbox:
-        return _CollectiveInbox(self, peer)
+    def inbox(self, peer: int, sizes: Sequence[int]) -> Inbox:
+        return _CollectiveInbox(self, peer, sizes)
 
     def break_off(self) -> None:
         self._group = None  # closes its connections: the peers' waits fail
 
     def recover(self) -> None:
-        self._group = None
+        """Drop the connections, and the buffers that a late message may still be written to."""
+        self.close()
 
     def close(self) -> None:
         self._group = None
+        self.account(-sum(buffer.numel() for side in self._buffers.values() for buffer in side))
+        self._buffers = {True: [], False: []}
 
     def group(self) -> dist.ProcessGroup:
         group = self._group
@@ -74,12 +88,10 @@ class CollectiveTransport(Transport):
 
 class _CollectiveOutbox(Outbox):
     def __init__(self, transport: CollectiveTransport, peer: int) -> None:
-        bucket_bytes = transport.bucket_bytes
-        self._transport, self._peer, self._bytes = transport, peer, bucket_bytes
-        self._free = [torch.empty(bucket_bytes, dtype=torch.uint8, device=transport.device) for _ in range(_WINDOW)]
-        transport.account(_WINDOW * bucket_bytes)
+        self._transport, self._peer = transport, peer
+        self._free = transport.buffers(outgoing=True)
         self._busy: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._current: tuple[torch.Tensor, int] | None = None
+        self._current = self._free[0], 0
 
     def slot(self, nbytes: int) -> torch.Tensor:
         if not self._free:
@@ -89,7 +101,6 @@ class _CollectiveOutbox(Outbox):
         return buffer[:nbytes]
 
     def post(self) -> None:
-        assert self._current is not None
         buffer, nbytes = self._current
         self._busy.append((self._transport.group().send([buffer[:nbytes]], self._peer, 0), buffer))
 
@@ -101,26 +112,36 @@ class _CollectiveOutbox(Outbox):
     def flush(self) -> None:
         while self._busy:
             self._reap()
-        self._free.clear()
-        self._transport.account(-_WINDOW * self._bytes)
 
 
 class _CollectiveInbox(Inbox):
-    def __init__(self, transport: CollectiveTransport, peer: int) -> None:
-        bucket_bytes = transport.bucket_bytes
+    """The next bucket is already on its way into the other buffer while one is installed."""
+
+    def __init__(self, transport: CollectiveTransport, peer: int, sizes: Sequence[int]) -> None:
         self._transport, self._peer = transport, peer
-        self._bytes = bucket_bytes
-        self._buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=transport.device)
-        transport.account(bucket_bytes)
+        self._free = transport.buffers(outgoing=False)
+        self._expected = deque(sizes)
+        self._arriving: deque[tuple[dist.Work, torch.Tensor, torch.Tensor]] = deque()
+        self._taken: torch.Tensor | None = None
+        while self._free and self._expected:
+            self._ask()
+
+    def _ask(self) -> None:
+        buffer = self._free.pop()
+        part = buffer[: self._expected.popleft()]
+        self._arriving.append((self._transport.group().recv([part], self._peer, 0), part, buffer))
 
     def slot(self, nbytes: int) -> torch.Tensor:
-        part = self._buffer[:nbytes]
-        work = self._transport.group().recv([part], self._peer, 0)
+        work, part, buffer = self._arriving.popleft()
         self._transport.wait(work, f"receiving from process {self._peer}")
+        self._taken = buffer
         return part
 
     def release(self) -> None:
-        pass
+        assert self._taken is not None
+        self._free.append(self._taken)
+        if self._expected:
+            self._ask()
 
     def close(self) -> None:
-        self._transport.account(-self._bytes)
+        """The buffers belong to the transport."""

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -54,7 +55,7 @@ class FileTransport(Transport):
     def outbox(self, peer: int) -> Outbox:
         return _FileOutbox(self, peer)
 
-    def inbox(self, peer: int) -> Inbox:
+    def inbox(self, peer: int, sizes: Sequence[int]) -> Inbox:
         return _FileInbox(self, peer)
 
     def break_off(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -91,7 +92,7 @@ class IpcTransport(Transport):
     def outbox(self, peer: int) -> Outbox:
         return _IpcOutbox(self, peer)
 
-    def inbox(self, peer: int) -> Inbox:
+    def inbox(self, peer: int, sizes: Sequence[int]) -> Inbox:
         return _IpcInbox(self, peer)
 
     def break_off(self) -> None:

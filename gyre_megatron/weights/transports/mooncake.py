@@ -119,7 +119,7 @@ class MooncakeTransport(Transport):
     def outbox(self, peer: int) -> Outbox:
         return _MooncakeOutbox(self, peer)
 
-    def inbox(self, peer: int) -> Inbox:
+    def inbox(self, peer: int, sizes: Sequence[int]) -> Inbox:
         return _MooncakeInbox(self, peer)
 
     def break_off(self) -> None:
