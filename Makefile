@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
+RUN := OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH"
 REQUIREMENTS := requirements/cpu.txt requirements/sglang-cpu.txt requirements/dev.txt
 SOURCES := $(wildcard csrc/cpu/*.cpp csrc/include/*.h) setup.py
 LIBRARY := gyre_megatron/.built

@@ -6,6 +6,7 @@ One process per device. Ranks are grouped into cluster.num_cells equal cells; se
 import argparse
 import os
 import sys
+import warnings
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr) if first else None
         return 2
     words = ["--config", arguments.config, *(w for override in arguments.overrides for w in ("--set", override))]
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")  # what they miss on this machine is known
     from gyre_megatron.runtime.rank import run_rank
 
     try:

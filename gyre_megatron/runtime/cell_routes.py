@@ -59,4 +59,7 @@ def add_cell_routes(app: FastAPI, control: ControlPlane, token: str) -> None:
 
     @app.get("/metrics")
     async def prometheus() -> Response:
+        metrics.running.set(control.executions.num_running)
+        metrics.rerouted_calls.set(control.router.rerouted_calls)
+        metrics.lost_calls.set(control.router.lost_calls)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -142,8 +142,6 @@ class Journal:
         metrics.step.set(record["step"])
         if record["reward"] is not None:
             metrics.reward.set(record["reward"])
-        metrics.rerouted_calls.set(record["rerouted_calls"])
-        metrics.lost_calls.set(record["lost_calls"])
         if self._tensorboard is not None:
             for name, value in record.items():
                 if isinstance(value, (int, float)) and name not in ("step", "time"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.config.model import Architecture
-from gyre_megatron.errors import CellError, GyreError
+from gyre_megatron.errors import CellError, ConfigError, GyreError
 from gyre_megatron.rollout.server import ServerSpec, SglangServer
 from gyre_megatron.runtime.cell_agent import CellAgent
 from gyre_megatron.runtime.checks import check_layout
@@ -94,6 +95,7 @@ def _start_control_plane(
     checkpoint = resolve_checkpoint(config)
     architecture = Architecture.from_checkpoint(checkpoint)
     check_layout(config, architecture, place.topology)
+    _check_address(config)
     directory = RunDirectory(Path(config.run.root) / config.run.name)
     control = ControlProcess(config_arguments, checkpoint, place.topology.ranks_per_cell, resume, directory)
     endpoint = control.wait_until_ready(config.cluster.start_timeout_s)
@@ -141,12 +143,30 @@ def _run_cell(config: GyreConfig, place: RankPlace, client: ControlClient, step:
             server.stop()
 
 
+def _check_address(config: GyreConfig) -> None:
+    """Refuse a loopback address where other nodes must reach the control plane."""
+    if not _on_one_node() and config.cluster.host.startswith("127."):
+        raise ConfigError(
+            f"the job spans nodes, but cluster.host={config.cluster.host} can be reached from its own node only; "
+            "set it to the address of the node that runs rank 0"
+        )
+
+
+def _on_one_node() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+
+
+def _engine_host(config: GyreConfig) -> str:
+    """This node's own address; the control plane's where there is only one node."""
+    return config.cluster.host if _on_one_node() else socket.gethostbyname(socket.gethostname())
+
+
 def _start_server(config: GyreConfig, place: RankPlace, directory: RunDirectory, checkpoint: Path) -> SglangServer:
     spec = ServerSpec(
         checkpoint=checkpoint,
         tp=config.engine.tp or place.topology.ranks_per_cell,
         device="cuda" if torch.cuda.is_available() else "cpu",
-        host=config.cluster.host,
+        host=_engine_host(config),
         port=0,
         log_file=directory.log_file(f"engine_cell{place.cell}"),
         base_gpu_id=int(os.environ.get("LOCAL_RANK", "0")),

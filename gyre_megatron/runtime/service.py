@@ -71,6 +71,11 @@ async def serve(config: GyreConfig, checkpoint: Path, ranks_per_cell: int, resum
         add_cell_routes(app, control, token)
         async with _http_server(app, listener):
             directory.write_json(directory.endpoint_file, {"url": url, "token": token, "pid": os.getpid()})
+            print(
+                f"run {directory.path}: status at {url}/status; waiting for {config.cluster.num_cells} cells to start "
+                "their SGLang servers and Megatron trainers",
+                flush=True,
+            )
             await _run_to_the_end(control)
         directory.write_json(directory.path / "summary.json", journal.summary(control.status()))
     finally:

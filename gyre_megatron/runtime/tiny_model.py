@@ -80,6 +80,9 @@ def _write_tokenizer(config: TinyModelConfig, path: Path) -> None:
 def _write_model(config: TinyModelConfig, path: Path) -> None:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     fields: dict[str, Any] = dict(
         vocab_size=config.vocab_size,
