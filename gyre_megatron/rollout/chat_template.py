@@ -163,6 +163,7 @@ class ChatTemplate:
             "head": (_SYSTEM, _USER),
             "system": (_USER, _ASSISTANT, _SYSTEM) if self.supports_mid_system else (_SYSTEM, _USER),
             "user": (_USER,),
+            "assistant": (_USER,),  # asked again after an answer: the prompt is that of any turn
             "tool": (_USER, _caller([_TOOL]), _TOOL),
         }[previous]
 

@@ -164,4 +164,8 @@ def _arguments(arguments: Any) -> Any:
 
 
 def _digest(value: Any) -> bytes:
-    return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    try:
+        data = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:
+        raise BadRequest(f"a value cannot be read: {error}; nest it less deeply and keep numbers to 64 bits") from error
+    return hashlib.blake2b(data, digest_size=16).digest()

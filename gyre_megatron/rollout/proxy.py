@@ -21,6 +21,7 @@ from gyre_megatron.config.rollout import RolloutConfig
 from gyre_megatron.errors import GyreError
 from gyre_megatron.rollout.call import CallContext, RunningCall
 from gyre_megatron.rollout.conversation import BadRequest, CallRequest, units_of
+from gyre_megatron.rollout.dialects import schemas
 from gyre_megatron.rollout.dialects.anthropic import AnthropicMessages
 from gyre_megatron.rollout.dialects.base import Answer, Dialect
 from gyre_megatron.rollout.dialects.chat import ChatCompletions
@@ -148,26 +149,26 @@ def create_proxy_app(
     app.state.proxy = proxy
     anthropic, chat, responses = AnthropicMessages(), ChatCompletions(), Responses()
 
-    @app.post("/v1/messages")
+    @app.post("/v1/messages", openapi_extra=schemas.ANTHROPIC)
     async def messages(http: Request) -> Response:
         return await proxy.serve(anthropic, http)
 
-    @app.post("/v1/messages/count_tokens")
+    @app.post("/v1/messages/count_tokens", openapi_extra=schemas.ANTHROPIC)
     async def count_tokens(http: Request) -> Response:
         return await proxy.count_tokens(anthropic, http)
 
-    @app.post("/v1/chat/completions")
-    @app.post("/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=schemas.CHAT)
+    @app.post("/chat/completions", include_in_schema=False)
     async def chat_completions(http: Request) -> Response:
         return await proxy.serve(chat, http)
 
-    @app.post("/v1/responses")
-    @app.post("/responses")
+    @app.post("/v1/responses", openapi_extra=schemas.RESPONSES)
+    @app.post("/responses", include_in_schema=False)
     async def create_response(http: Request) -> Response:
         return await proxy.serve(responses, http)
 
     @app.get("/v1/models")
-    @app.get("/models")
+    @app.get("/models", include_in_schema=False)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(model_name)], "has_more": False}
 
@@ -175,8 +176,8 @@ def create_proxy_app(
     async def model(name: str) -> dict[str, Any]:
         return _model(name)
 
-    @app.api_route("/api/hello", methods=["GET", "HEAD"])
-    @app.api_route("/", methods=["GET", "HEAD"])
+    @app.api_route("/api/hello", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def hello() -> dict[str, str]:
         return {"message": "hello"}
 

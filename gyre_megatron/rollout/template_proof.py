@@ -145,8 +145,8 @@ def _compare(
     if _without_answers(template, joined) != _without_answers(template, whole):
         raise TemplateError(
             f"chat template {template.name} cannot be rendered incrementally: roles {_roles(asked)}, tools "
-            f"{bool(tools)}: {_difference(joined, whole)}. Use a template whose earlier messages do not depend on later "
-            "ones, or set rollout.proxy.unproven_template to serve it all the same"
+            f"{bool(tools)}: {_difference(joined, whole)}. Use a template whose earlier messages do not depend on "
+            "later ones, or set rollout.proxy.unproven_template to serve it all the same"
         )
     return False
 
