@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import multiprocessing
+import queue
 import warnings
 
 import torch
@@ -216,15 +216,8 @@ def _adam() -> None:
 
 
 def _checkpoint_queue() -> None:
-    """Assumes a spawned manager process (seconds of imports) for checkpoint writers; fork is safe without CUDA."""
+    """Assumes a spawned manager process (seconds of imports) for a queue that a synchronous save uses in-process."""
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 
-    @functools.cache
-    def manager():
-        return multiprocessing.get_context("fork").Manager()
-
-    @functools.cache
-    def queue():
-        return manager().Queue()
-
-    filesystem_async._get_write_results_queue = queue
+    results: queue.Queue = queue.Queue()
+    filesystem_async._get_write_results_queue = lambda: results

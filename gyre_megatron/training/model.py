@@ -75,11 +75,9 @@ class TreeGPTModel(GPTModel):
         return torch.stack([statistics.logprobs, statistics.entropies, statistics.square_norms])
 
 
-def build_model_chunks(
-    architecture: Architecture, training: TrainingConfig, *, initialize_weights: bool
-) -> list[TreeGPTModel]:
+def build_model_chunks(architecture: Architecture, training: TrainingConfig) -> list[TreeGPTModel]:
     """This rank's chunks of the model, one per virtual pipeline stage, on its device."""
-    config = transformer_config(architecture, training, initialize_weights=initialize_weights)
+    config = transformer_config(architecture, training)
     chunks = []
     for stage in range(training.vpp) if training.vpp else [None]:
         place = dict(ignore_virtual=stage is None, vp_stage=stage)

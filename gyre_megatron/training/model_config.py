@@ -15,10 +15,11 @@ from gyre_megatron.errors import ConfigError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def transformer_config(
-    architecture: Architecture, config: TrainingConfig, *, initialize_weights: bool
-) -> TransformerConfig:
+def transformer_config(architecture: Architecture, config: TrainingConfig) -> TransformerConfig:
     """Megatron's configuration of this model in this layout.
+
+    Weights are initialised even where a checkpoint follows: Megatron marks tensor-parallel parameters only then, and
+    counts unmarked ones once instead of once per rank in the gradient norm.
 
     `calculate_per_token_loss` is always on: Megatron then sums gradients over data- and context-parallel ranks without
     rescaling, which is what edge weights fixed at admission need.
@@ -39,7 +40,6 @@ def transformer_config(
         **_recompute(config),
         **_moe(architecture, config),
         **_gdn(architecture),
-        perform_initialization=initialize_weights,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,
@@ -84,7 +84,7 @@ def _layout(config: TrainingConfig, dtype: torch.dtype) -> dict[str, Any]:
         expert_tensor_parallel_size=config.expert_tp,
         sequence_parallel=config.uses_sequence_parallel,
         pipeline_dtype=dtype,
-        use_cpu_initialization=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
     )
     if config.vpp is not None:  # with the defaults, PP=2 interleaved gives silently wrong gradients
         fields |= dict(overlap_p2p_comm=True, batch_p2p_comm=False)

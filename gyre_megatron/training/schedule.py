@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.training.tree_batch import FLEX_BLOCK, TreeBatch, make_batch, padded_length
 from gyre_megatron.trajectory.packing import PackedBin
@@ -21,7 +22,9 @@ LossFunction = Callable[[TreeBatch, torch.Tensor], tuple[torch.Tensor, torch.Ten
 """(batch, statistics [3, E]) -> (loss with gradient, what to keep)."""
 
 
-def replica_batches(bins: list[PackedBin], config: TrainingConfig, device: torch.device) -> list[TreeBatch]:
+def replica_batches(
+    bins: list[PackedBin], config: TrainingConfig, architecture: Architecture, device: torch.device
+) -> list[TreeBatch]:
     """This data-parallel replica's micro-steps of the list: bins[rank::size], filled up with empty bins.
 
     Shapes agree where ranks exchange activations: over a pipeline, and over experts gathered from all replicas.
@@ -37,7 +40,14 @@ def replica_batches(bins: list[PackedBin], config: TrainingConfig, device: torch
     if config.pp > 1 or (config.ep > 1 and config.moe_dispatcher == "allgather"):
         longest = max(b.num_tokens for b in bins)
         lengths = [padded_length(longest, config.cp, config.tp, block)] * count
-    make = partial(make_batch, device=device, sequence_parallel=config.uses_sequence_parallel, block=block)
+    replay = None
+    if config.router_replay and architecture.moe is not None:
+        replay = (
+            sum(map(architecture.is_moe_layer, range(architecture.num_layers))),
+            architecture.moe.experts_per_token,
+        )
+    sharded = config.uses_sequence_parallel
+    make = partial(make_batch, device=device, sequence_parallel=sharded, block=block, replay=replay)
     return [make(b, length) for b, length in zip(mine, lengths, strict=True)]
 
 

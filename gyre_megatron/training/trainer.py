@@ -56,7 +56,7 @@ class Trainer:
         parallel.initialize(config, architecture)
         self.device = torch.device(torch.cuda.current_device())
         self.weight_version: int | None = None
-        self.model_chunks = build_model_chunks(architecture, config, initialize_weights=checkpoint is None)
+        self.model_chunks = build_model_chunks(architecture, config)
         if checkpoint is not None:
             load_hf_checkpoint(self.model_chunks, architecture, self.parallel_rank(), checkpoint)
         parallel.mark_expert_parameters(config, self.model_chunks)
@@ -97,7 +97,7 @@ class Trainer:
         Returns:
             Sums over the cell (see `step_metrics`), the same on every rank; add them over micro-steps and cells.
         """
-        batches = replica_batches(bins, self.config, self.device)
+        batches = replica_batches(bins, self.config, self.architecture, self.device)
         reference = self._reference_logprobs(batches)
 
         def loss_function(batch: TreeBatch, statistics: torch.Tensor):
@@ -163,7 +163,7 @@ class Trainer:
     def score(self, sequences: list[list[int]], temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probability of each next token of each sequence, float32 [len - 1]; the same on every rank."""
         bins = sequence_bins(sequences, temperature, self.config.token_budget)
-        batches = replica_batches(bins, self.config, self.device)
+        batches = replica_batches(bins, self.config, self.architecture, self.device)
         scored = dict(self._logprobs(batches))
         return split_by_sequence(bins, collect_logprobs(bins, batches, scored, self.device), len(sequences))
 

@@ -16,6 +16,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from gyre_megatron.algos.gspo import EdgeBatch
+from gyre_megatron.errors import TrajectoryError
 from gyre_megatron.ops.tree_attention import tree_pieces
 from gyre_megatron.trajectory.packing import PackedBin
 
@@ -96,12 +97,24 @@ def _block_length(num_tokens: int, cp: int, tp: int, block: int) -> int:
     return unit << max(0, blocks.bit_length() - 1)
 
 
-def make_batch(bin_: PackedBin, length: int, *, device: torch.device, sequence_parallel: bool, block: int) -> TreeBatch:
+def make_batch(
+    bin_: PackedBin,
+    length: int,
+    *,
+    device: torch.device,
+    sequence_parallel: bool,
+    block: int,
+    replay: tuple[int, int] | None = None,
+) -> TreeBatch:
     """Put a bin on this rank.
 
     Args:
         length: tokens after padding, from `padded_length` of this bin or of a longer one.
         block: unit of blocks (1 on CPU, FLEX_BLOCK on GPU).
+        replay: (MoE layers, experts per token) where recorded routes are to be replayed.
+
+    Raises:
+        TrajectoryError: recorded routes do not fit the model.
     """
     tp, cp, cp_rank = (
         mpu.get_tensor_model_parallel_world_size(),
@@ -127,7 +140,7 @@ def make_batch(bin_: PackedBin, length: int, *, device: torch.device, sequence_p
         intervals=mine,
         order=None if cp == 1 else torch.from_numpy(_gathered_order(owners, length)).to(device),
         padding=torch.from_numpy(share >= bin_.num_tokens).to(device),
-        routes=_routes(bin_, share, device),
+        routes=_routes(bin_, share, replay, device),
         aux_weight=float(bin_.bin_weight),
         cache={},
     )
@@ -205,10 +218,17 @@ def _gathered_order(owners: list[np.ndarray], length: int) -> np.ndarray:
     return order
 
 
-def _routes(bin_: PackedBin, share: np.ndarray, device: torch.device) -> torch.Tensor | None:
-    if bin_.routed_experts is None:
+def _routes(
+    bin_: PackedBin, share: np.ndarray, replay: tuple[int, int] | None, device: torch.device
+) -> torch.Tensor | None:
+    if replay is None or bin_.routed_experts is None:
         return None
-    routes = np.full((len(share), *bin_.routed_experts.shape[1:]), -1, np.int64)
+    if bin_.routed_experts.shape[1:] != replay:
+        raise TrajectoryError(
+            f"recorded routes have (layers, experts per token) = {bin_.routed_experts.shape[1:]} but the model in "
+            f"training has {replay}; serve the same model or set training.router_replay to false"
+        )
+    routes = np.full((len(share), *replay), -1, np.int64)
     real = share < bin_.num_tokens
     routes[real] = bin_.routed_experts[share[real]]
     return torch.from_numpy(routes).to(device)

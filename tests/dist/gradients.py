@@ -58,7 +58,7 @@ def layout_shape(layout, name: str) -> tuple[int, ...]:
 
 def edge_logprobs(trainer: Trainer, bins: list[PackedBin]) -> list:
     """Per bin, the log-probabilities of its edges."""
-    batches = replica_batches(bins, trainer.config, trainer.device)
+    batches = replica_batches(bins, trainer.config, trainer.architecture, trainer.device)
     return collect_logprobs(bins, batches, dict(trainer._logprobs(batches)), trainer.device)
 
 

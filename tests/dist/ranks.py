@@ -24,7 +24,10 @@ def _serve(rank: int, size: int, store: str, connection) -> None:
     file_store = dist.FileStore(store, size)
     dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     while True:
-        function, args = connection.recv()
+        try:
+            function, args = connection.recv()
+        except EOFError:  # the tests are gone
+            return
         try:
             connection.send((None, function(*args)))
         except BaseException:
@@ -44,7 +47,7 @@ class RankPool:
         store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
         for rank in range(self.size):
             mine, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
+            process = _context.Process(target=_serve, args=(rank, self.size, store, theirs))
             process.start()
             self._processes.append(process)
             self._pipes.append(mine)
