@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.errors import CellError, GyreError
 from gyre_megatron.rollout.server import SglangServer
 from gyre_megatron.runtime import protocol
@@ -22,9 +22,16 @@ from gyre_megatron.runtime.parity import ParityCheck
 from gyre_megatron.training import Trainer
 from gyre_megatron.trajectory.packing import PackedBin
 from gyre_megatron.weights.cell_sync import CellWeightSync
+from gyre_megatron.weights.chain import chain_broadcast
 from gyre_megatron.weights.process_groups import CrossCellGroups
 
 Metrics = dict[str, float]
+
+
+def take_core_weights(trainer: Trainer, groups: CrossCellGroups, prefix: int, config: WeightsConfig) -> None:
+    """Bring the trainers of cells 0..prefix-1 to the core's weights, down the chain of cells."""
+    chain_broadcast(trainer.parameter_buffers(), groups, prefix, config.chunk_mib << 20, config.timeout_s)
+    trainer.weights_changed()
 
 
 class CellAgent:
@@ -37,6 +44,7 @@ class CellAgent:
         server: the cell's SGLang server; None on ranks that do not lead their cell.
         client: connection to the control plane; None on ranks that do not lead their cell.
         parity: compares trainer and engine.
+        weights: chunk size and time limit of the chain of cells.
         version: weight version that trainer and engine start from.
     """
 
@@ -48,6 +56,7 @@ class CellAgent:
         server: SglangServer | None,
         client: ControlClient | None,
         parity: ParityCheck,
+        weights: WeightsConfig,
         version: int,
     ) -> None:
         self.trainer = trainer
@@ -56,6 +65,7 @@ class CellAgent:
         self.server = server
         self.client = client
         self.parity = parity
+        self.weights = weights
         self.version = version
         self.engine_version: int | None = version
         self._handlers: dict[type, Callable[[Any], Metrics]] = {
@@ -148,10 +158,7 @@ class CellAgent:
         return {"logprob_gap": self.parity.measure(self.trainer, self.server)}
 
     def _take_core_weights(self, version: int, prefix: int) -> None:
-        with torch.no_grad():
-            for buffer in self.trainer.parameter_buffers():
-                self.groups.broadcast_from_core(buffer, prefix)
-        self.trainer.weights_changed()
+        take_core_weights(self.trainer, self.groups, prefix, self.weights)
         self.version = version
 
     def _checkpoint(self, order: protocol.Checkpoint) -> Metrics:

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.config.model import Architecture
+from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.errors import CellError, ConfigError, GyreError
 from gyre_megatron.rollout.server import ServerSpec, SglangServer
-from gyre_megatron.runtime.cell_agent import CellAgent
+from gyre_megatron.runtime.cell_agent import CellAgent, take_core_weights
 from gyre_megatron.runtime.checks import check_layout
 from gyre_megatron.runtime.control_client import ControlClient
 from gyre_megatron.runtime.control_process import ControlProcess
@@ -197,7 +198,7 @@ def _make_agent(
     architecture = Architecture.from_checkpoint(checkpoint)
     trainer = Trainer(config.training, architecture, checkpoint, with_optimizer=place.cell == 0)
     if step > 0:
-        _restore(trainer, groups, directory)
+        _restore(trainer, groups, directory, config.weights)
     engine_tp = config.engine.tp or ranks
     weight_sync = CellWeightSync(
         trainer.model_chunks,
@@ -208,19 +209,19 @@ def _make_agent(
         config.weights,
     )
     parity = ParityCheck(config.run.parity_sequences, architecture.vocab_size, config.run.seed)
-    return CellAgent(trainer, weight_sync, groups, server, client if place.is_leader else None, parity, step)
+    return CellAgent(
+        trainer, weight_sync, groups, server, client if place.is_leader else None, parity, config.weights, step
+    )
 
 
-def _restore(trainer: Trainer, groups: CrossCellGroups, directory: RunDirectory) -> None:
+def _restore(trainer: Trainer, groups: CrossCellGroups, directory: RunDirectory, weights: WeightsConfig) -> None:
     """The core reads the latest checkpoint; every other cell takes its weights from the core."""
     if groups.cell == 0:
         latest = directory.latest_checkpoint()
         if latest is None:
             raise CellError(f"the checkpoint in {directory.checkpoints} disappeared while the run was starting")
         trainer.load_checkpoint(latest.directory)
-    with torch.no_grad():
-        for buffer in trainer.parameter_buffers():
-            groups.broadcast_from_core(buffer)
+    take_core_weights(trainer, groups, groups.topology.num_cells, weights)
 
 
 def _register(agent: CellAgent, client: ControlClient, server: SglangServer | None, step: int) -> None:

@@ -84,15 +84,6 @@ class CrossCellGroups:
         options.rootRank = 0
         self._wait(self._group(prefix).reduce([tensor], options), "reduction to the core", prefix)
 
-    def broadcast_from_core(self, tensor: torch.Tensor, prefix: int | None = None) -> None:
-        """Overwrite `tensor` with the core cell's copy in every cell < prefix (default: all cells)."""
-        prefix = self.topology.num_cells if prefix is None else prefix
-        if prefix == 1:
-            return
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._wait(self._group(prefix).broadcast([tensor], options), "broadcast from the core", prefix)
-
     def group(self, prefix: int) -> RawGroup:
         """The raw group of cells 0..prefix-1 at this position, for transports that send and receive themselves."""
         return self._group(prefix)
