@@ -231,6 +231,8 @@ class ModelConfig(Section):
     """Directory of a checkpoint in Hugging Face format; empty with `tiny` set, where the run makes its own."""
     tiny: TinyModelConfig | None = None
     """Make a tiny random checkpoint in the run directory in place of loading one."""
+    architecture: Architecture | None = None
+    """The model's shape, for planning without its checkpoint (launch/plan.py); training reads the checkpoint's own."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

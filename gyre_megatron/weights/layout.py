@@ -87,6 +87,24 @@ class WholeLayout(ListedLayout):
         super().__init__([local if rank == owner else [] for rank in range(num_ranks)])
 
 
+class ReplicatedLayout(Layout):
+    """Several equal copies of a layout, e.g. the engines of one cell: rank i is rank i % n of copy i // n."""
+
+    def __init__(self, base: Layout, copies: int) -> None:
+        self._base, self._copies = base, copies
+        self.num_ranks = base.num_ranks * copies
+
+    def tensors(self, rank: int) -> Sequence[LocalTensor]:
+        return self._base.tensors(rank % self._base.num_ranks)
+
+    def shards(self, name: str) -> Sequence[Shard]:
+        n = self._base.num_ranks
+        return [
+            Shard(pieces, tuple(copy * n + rank for copy in range(self._copies) for rank in ranks))
+            for pieces, ranks in self._base.shards(name)
+        ]
+
+
 def whole_tensor(name: str, shape: Index) -> LocalTensor:
     """A local tensor that is a canonical tensor, under the same name."""
     piece = Piece(name, (0,) * len(shape), shape, name, 0, contiguous_strides(shape))

@@ -159,11 +159,15 @@ class LayerBlocks:
 
     def _attention(self) -> list[LocalTensor]:
         arch, hf, hidden, head = self.arch, self.hf + "self_attn.", self.arch.hidden_size, self.arch.head_dim
-        first, groups = self._cut(arch.num_key_value_heads, "key/value heads")
+        per, groups = arch.num_attention_heads // arch.num_key_value_heads, arch.num_key_value_heads
+        height = (per * (2 if arch.attention_output_gate else 1) + 2) * head
+        # with more ranks than groups, Megatron still cuts the grouped rows evenly (and gathers the activations)
+        start, length = self._cut(groups * height, "query, key and value rows")
         blocks: list[Block] = []
-        for group in range(first, first + groups):
-            blocks += self._query_blocks(hf + "q_proj.weight", group)
-            blocks += [Block(f"{hf}{n}_proj.weight", (group * head, 0), (head, hidden)) for n in ("k", "v")]
+        for group in range(start // height, -(-(start + length) // height)):
+            whole = self._query_blocks(hf + "q_proj.weight", group)
+            whole += [Block(f"{hf}{n}_proj.weight", (group * head, 0), (head, hidden)) for n in ("k", "v")]
+            blocks += _clip(whole, start - group * height, start + length - group * height)
         rows = sum(block.shape[0] for block in blocks)
         tensors = [
             stack(self.prefix + "self_attention.linear_qkv.weight", (rows, hidden), blocks),
@@ -177,7 +181,7 @@ class LayerBlocks:
         return tensors
 
     def _query_blocks(self, name: str, group: int) -> list[Block]:
-        per, head, hidden = self.arch.num_attention_heads // self.arch.num_key_value_heads, self.arch.head_dim, None
+        per, head = self.arch.num_attention_heads // self.arch.num_key_value_heads, self.arch.head_dim
         hidden = self.arch.hidden_size
         if not self.arch.attention_output_gate:
             return [Block(name, (group * per * head, 0), (per * head, hidden))]
@@ -260,3 +264,14 @@ class LayerBlocks:
     def _vector(self, key: str, name: str, size: int) -> LocalTensor:
         start, length = self._cut(size, name)
         return stack(self.prefix + key, (length,), [Block(name, (start,), (length,))])
+
+
+def _clip(blocks: list[Block], first: int, last: int) -> list[Block]:
+    """Rows `first` to `last` of stacked matrix blocks."""
+    kept, at = [], 0
+    for name, start, (rows, columns) in blocks:
+        low, high = max(first - at, 0), min(last - at, rows)
+        if low < high:
+            kept.append(Block(name, (start[0] + low, start[1]), (high - low, columns)))
+        at += rows
+    return kept

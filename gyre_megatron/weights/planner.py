@@ -96,32 +96,28 @@ def plan_rank(
 def _routes(
     name: str, sources: Sequence[Shard], targets: Sequence[Shard], world: World, only: set[int] | None
 ) -> Iterator[tuple[int, int, Parcel]]:
-    """(source rank, target rank, parcel) of one tensor, target by target."""
+    """(source rank, target rank, parcel) of one tensor: boxes are met once per group of replicas, then dealt out.
+
+    A process reads what it holds itself; otherwise replicas of a shard take turns, by destination rank.
+    """
     spread = zlib.crc32(name.encode())
+    own = [{world.sources[rank]: rank for rank in shard.ranks} for shard in sources]
     for pieces, ranks in targets:
-        for rank in ranks:
-            if only is not None and rank not in only:
-                continue
-            ordered = _nearest_first(sources, world, world.targets[rank])
-            for piece in pieces:
-                yield from _cover(name, piece, rank, ordered, world, spread + rank)
+        wanted = [rank for rank in ranks if only is None or rank in only]
+        if not wanted:
+            continue
+        cover = [part for piece in pieces for part in _cover(name, piece, ranks[0], sources)]
+        for rank in wanted:
+            process = world.targets[rank]
+            for index, parcel in cover:
+                holders = sources[index].ranks
+                yield own[index].get(process, holders[(spread + rank) % len(holders)]), rank, parcel
 
 
-def _nearest_first(sources: Sequence[Shard], world: World, process: int) -> list[Shard]:
-    """Shards that `process` holds itself come first, reduced to it; others keep all their replicas."""
-    near, far = [], []
-    for pieces, ranks in sources:
-        own = tuple(r for r in ranks if world.sources[r] == process)
-        (near if own else far).append(Shard(pieces, own or ranks))
-    return near + far
-
-
-def _cover(
-    name: str, piece: Piece, rank: int, sources: Sequence[Shard], world: World, spread: int
-) -> Iterator[tuple[int, int, Parcel]]:
+def _cover(name: str, piece: Piece, rank: int, sources: Sequence[Shard]) -> Iterator[tuple[int, Parcel]]:
+    """(source shard, parcel) that together make up `piece` exactly once."""
     missing = [piece.box]
-    for pieces, holders in sources:
-        holder = holders[spread % len(holders)]
+    for index, (pieces, _) in enumerate(sources):
         for offered in pieces:
             if not missing:
                 return
@@ -133,7 +129,7 @@ def _cover(
                 if common is None:
                     rest.append(box)
                     continue
-                yield holder, rank, Parcel(common, offered, piece)
+                yield index, Parcel(common, offered, piece)
                 rest += subtract(box, common)
             missing = rest
     if missing:

@@ -1,0 +1,166 @@
+"""What a reshard will cost, from two layouts alone: no weights, no devices, no processes.
+
+Used by launch/plan.py. Ranks are planned one by one in forked children, so that each one's time and memory are its
+own, as they would be in a job.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from gyre_megatron.config.model import Architecture
+from gyre_megatron.errors import ConfigError, PlanError
+from gyre_megatron.weights.canonical import canonical_tensors
+from gyre_megatron.weights.layout import ReplicatedLayout
+from gyre_megatron.weights.megatron import MegatronLayout
+from gyre_megatron.weights.parallel import Parallelism, StageLayers
+from gyre_megatron.weights.planner import plan_rank
+from gyre_megatron.weights.sglang import SglangLayout
+
+_PLAN_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the hardware carries, per rank, in GB/s (1e9 bytes)."""
+
+    network: float = 50.0
+    """One 400 Gb/s port."""
+    intra_node: float = 450.0
+    """NVLink of an H100/H200, one direction."""
+    ranks_per_node: int = 8
+
+
+def parse_layout(text: str, allowed: Sequence[str]) -> dict[str, int]:
+    """`"tp8,pp8,ep64"` as sizes by name.
+
+    Raises:
+        ConfigError: a part is not a known name followed by a number.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name = part.strip().rstrip("0123456789")
+        digits = part.strip()[len(name) :]
+        if name not in allowed or not digits or int(digits) < 1:
+            raise ConfigError(f"{part!r} in layout {text!r} is not one of {', '.join(f'{n}N' for n in allowed)}")
+        sizes[name] = int(digits)
+    return sizes
+
+
+def training_layout(architecture: Architecture, text: str) -> MegatronLayout:
+    """A Megatron layout from text; stages as even as the layers allow, just enough data parallelism for the experts."""
+    sizes = parse_layout(text, ("tp", "pp", "vpp", "ep", "etp", "cp", "dp"))
+    tp, pp, cp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "cp", "ep"))
+    etp = sizes.get("etp", 1 if ep > 1 else tp)
+    dp = sizes.get("dp", max(1, ep * etp // (tp * cp)))
+    stages = even_stages(architecture.num_layers, pp) if "vpp" not in sizes else None
+    return MegatronLayout(architecture, Parallelism(tp, pp, sizes.get("vpp", 1), cp, dp, ep, etp, stages))
+
+
+def even_stages(num_layers: int, pp: int) -> StageLayers:
+    """Consecutive layers on each stage, the first stages one longer where they do not divide."""
+    cuts = [num_layers * stage // pp for stage in range(pp + 1)]
+    return tuple((tuple(range(low, high)),) for low, high in zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def serving_layout(architecture: Architecture, text: str) -> SglangLayout:
+    """An SGLang layout from text; `dp` is attention data parallelism."""
+    sizes = parse_layout(text, ("tp", "ep", "dp"))
+    return SglangLayout(architecture, sizes.get("tp", 1), sizes.get("ep", 1), sizes.get("dp", 1))
+
+
+def sample_ranks(num_ranks: int, stride: int) -> list[int]:
+    """First and last rank of every `stride` ranks (a pipeline stage): where the extremes lie."""
+    picked = {0, num_ranks - 1, *range(0, num_ranks, stride), *range(stride - 1, num_ranks, stride)}
+    return sorted(picked)
+
+
+def forecast(
+    train: MegatronLayout, serve: SglangLayout, rates: Rates, bytes_per_parameter: int = 2, staging_mib: int = 128,
+    ranks: Sequence[int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Bytes, bound and planning cost of publishing a training cell to the engines on the same devices.
+
+    Args:
+        ranks: processes to plan; default: the first and last of every pipeline stage.
+
+    Raises:
+        PlanError: the engines do not fit the cell, or a tensor has no plan.
+    """
+    if train.num_ranks % serve.num_ranks:
+        raise PlanError(
+            f"engines of {serve.num_ranks} ranks do not tile a training cell of {train.num_ranks}; change --serve tp or "
+            "--train dp"
+        )
+    engines = ReplicatedLayout(serve, train.num_ranks // serve.num_ranks)
+    picked = sample_ranks(train.num_ranks, train.num_ranks // train.parallelism.pp) if ranks is None else list(ranks)
+    plans = [_in_child(train, engines, rank, bytes_per_parameter, rates) for rank in picked]
+    tensors = canonical_tensors(train.architecture)
+    sizes = {name: prod(shape) for name, shape in tensors.items()}
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:10]
+    bound = max(plan["bound_seconds"] for plan in plans)
+    return dict(
+        params_total=sum(sizes.values()), ranks_train=train.num_ranks, ranks_serve=serve.num_ranks,
+        engines=train.num_ranks // serve.num_ranks, ranks_planned=picked,
+        plan_seconds_max=max(plan["seconds"] for plan in plans), plan_peak_mib=max(plan["peak_mib"] for plan in plans),
+        bytes_out_max=max(plan["bytes_out"] for plan in plans), bytes_in_max=max(plan["bytes_in"] for plan in plans),
+        bytes_local_max=max(plan["bytes_local"] for plan in plans), parcels_max=max(plan["parcels"] for plan in plans),
+        bound_seconds=bound, predicted_seconds=1.5 * bound, staging_mib=staging_mib,
+        largest_tensors=[dict(name=n, shape=tensors[n], bytes=sizes[n] * bytes_per_parameter) for n in largest],
+    )  # fmt: skip
+
+
+def _in_child(train: MegatronLayout, engines: ReplicatedLayout, rank: int, size: int, rates: Rates) -> dict[str, Any]:
+    """Plan one rank in a forked child and bring back its figures."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_plan_one, args=(train, engines, rank, size, rates, theirs))
+    child.start()
+    theirs.close()
+    try:
+        if not mine.poll(_PLAN_TIMEOUT_S):
+            raise PlanError(f"planning rank {rank} took longer than {_PLAN_TIMEOUT_S} s")
+        result = mine.recv()
+    except EOFError as error:
+        raise PlanError(f"planning rank {rank} ended without an answer; its reason is printed above") from error
+    finally:
+        child.join(5)
+        child.kill()
+    return result
+
+
+def _plan_one(train: MegatronLayout, engines: ReplicatedLayout, rank: int, size: int, rates: Rates, pipe) -> None:
+    before = _resident_mib()
+    start = time.perf_counter()
+    plan = plan_rank(train, engines, rank)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    node = rank // rates.ranks_per_node
+    flows = []
+    for parcels_by_peer in (plan.sends, plan.receives):
+        near = far = 0
+        for peer, parcels in parcels_by_peer.items():
+            nbytes = size * sum(parcel.numel for parcel in parcels)
+            if peer // rates.ranks_per_node == node:
+                near += nbytes
+            else:
+                far += nbytes
+        flows.append((near, far))
+    parcels = sum(len(p) for side in (plan.sends, plan.receives) for p in side.values()) + len(plan.local)
+    pipe.send(dict(
+        rank=rank, seconds=seconds, peak_mib=peak, bytes_out=sum(flows[0]), bytes_in=sum(flows[1]), parcels=parcels,
+        bytes_local=size * sum(parcel.numel for parcel in plan.local),
+        bound_seconds=max(max(far / rates.network, near / rates.intra_node) / 1e9 for near, far in flows),
+    ))  # fmt: skip
+    pipe.close()
+
+
+def _resident_mib() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20

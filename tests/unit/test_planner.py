@@ -1,0 +1,141 @@
+"""Plans over random layouts: every element once, refused by name otherwise, the same stream at both ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gyre_megatron.errors import PlanError
+from gyre_megatron.ops.boxes import copy_boxes
+from gyre_megatron.weights.boxes import Box, LocalTensor, Piece, contiguous_strides, grid_cells
+from gyre_megatron.weights.layout import ListedLayout, WholeLayout
+from gyre_megatron.weights.planner import World, check_coverage, plan_digest, plan_rank
+from gyre_megatron.weights.tables import bucketize, direct_rows, split_rows, table_of
+
+SHAPES = {"a": (7, 5), "b": (12,), "c": (3, 2, 4)}
+
+
+@st.composite
+def layouts(draw):
+    """Each tensor cut into a random grid, its cells dealt to random ranks, some to several."""
+    num_ranks = draw(st.integers(1, 5))
+    ranks: list[list[LocalTensor]] = [[] for _ in range(num_ranks)]
+    for name, shape in SHAPES.items():
+        for number, box in enumerate(grid_cells(shape, [draw(st.integers(1, n)) for n in shape])):
+            holders = draw(st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=2))
+            gap = draw(st.integers(0, 3))
+            for rank in holders:
+                key = f"{name}{number}"
+                piece = Piece(name, box.start, box.shape, key, gap, contiguous_strides(box.shape))
+                ranks[rank].append(LocalTensor(key, (gap + box.numel,), (piece,)))
+    return ListedLayout(ranks)
+
+
+def _fill(layout: ListedLayout, rank: int, values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for tensor in layout.tensors(rank):
+        flat = np.full(tensor.shape, -1.0, dtype=np.float32)
+        for p in tensor.pieces:
+            box = tuple(slice(s, s + n) for s, n in zip(p.start, p.shape, strict=True))
+            flat[p.offset : p.offset + p.numel] = values[p.name][box].reshape(-1)
+        tensors[tensor.key] = torch.from_numpy(flat)
+    return tensors
+
+
+@settings(max_examples=120, deadline=None)
+@given(layouts(), layouts(), st.integers(1, 4000))
+def test_any_layout_reaches_any_other(source, target, bucket_bytes):
+    values = {n: np.arange(np.prod(s), dtype=np.float32).reshape(s) + 1 for n, s in SHAPES.items()}
+    n = max(source.num_ranks, target.num_ranks)
+    plans = [plan_rank(source, target, process) for process in range(n)]
+    have = [_fill(source, r, values) if r < source.num_ranks else {} for r in range(n)]
+    for rank in range(target.num_ranks):
+        plan = plans[rank]
+        check_coverage(target, rank, [p for parcels in plan.receives.values() for p in parcels] + plan.local)
+        got = {t.key: torch.full(t.shape, -1.0) for t in target.tensors(rank)}
+        for sender, parcels in [*plan.receives.items(), (rank, plan.local)]:
+            assert sender == rank or plans[sender].sends[rank] == parcels
+            buckets = bucketize(parcels, bucket_bytes, lambda _: 4)
+            assert all(b.nbytes <= max(bucket_bytes, 16) + 16 for b in buckets)
+            rows = [parcel for bucket in buckets for parcel in bucket.parcels]
+            index = ({k: i for i, k in enumerate(t)} for t in (have[sender], got))
+            copy_boxes(list(have[sender].values()), list(got.values()), table_of(direct_rows(rows, *index)))
+        want = _fill(target, rank, values)
+        assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(1, 50))
+def test_split_parcels_cover_once_and_fit(shape, limit):
+    from gyre_megatron.weights.planner import Parcel
+
+    piece = Piece("a", (0,) * len(shape), tuple(shape), "a", 0, contiguous_strides(shape))
+    parts = list(split_rows(Parcel(Box((0,) * len(shape), tuple(shape)), piece, piece), limit))
+    assert all(part.numel <= limit for part in parts)
+    check_coverage(WholeLayout({"a": tuple(shape)}), 0, [p._replace(target=_only(shape)) for p in parts])
+
+
+def _only(shape) -> Piece:
+    return Piece("a", (0,) * len(shape), tuple(shape), "a", 0, contiguous_strides(shape))
+
+
+def test_a_missing_tensor_is_refused_by_name():
+    with pytest.raises(PlanError, match=r"b -> b on destination rank 0: no rank of the source layout holds it"):
+        plan_rank(WholeLayout({"a": (2, 2)}), WholeLayout({"a": (2, 2), "b": (3,)}), 0)
+
+
+def test_a_hole_is_refused_by_name():
+    half = Piece("a", (0, 0), (1, 2), "a", 0, (2, 1))
+    with pytest.raises(PlanError, match=r"a -> a .* is held by nobody"):
+        plan_rank(ListedLayout([[LocalTensor("a", (1, 2), (half,))]]), WholeLayout({"a": (2, 2)}), 0)
+
+
+def test_coverage_sees_an_overlap_and_a_gap():
+    layout = WholeLayout({"a": (4,)})
+    plan = plan_rank(layout, layout, 0)
+    with pytest.raises(PlanError, match="written twice"):
+        check_coverage(layout, 0, plan.local * 2)
+    with pytest.raises(PlanError, match="4 of 4 elements of a on rank 0 would not be written"):
+        check_coverage(layout, 0, [])
+
+
+def test_sources_take_turns():
+    shapes = {f"t{i}": (4,) for i in range(64)}
+    holders = ListedLayout([WholeLayout(shapes).tensors(0) for _ in range(4)])
+    readers = WholeLayout(shapes)
+    world = World((0, 1, 2, 3), (4,))
+    counts = [len(plan_rank(holders, readers, p, world).sends.get(4, ())) for p in range(4)]
+    assert sum(counts) == 64 and min(counts) >= 8
+
+
+def test_digest_changes_with_everything_that_a_plan_rests_on():
+    a, b = WholeLayout({"a": (4,)}), WholeLayout({"a": (5,)})
+    base = (a, a, 0, {"a": 64}, ["float32"])
+    others = [(b, a, *base[2:]), (a, b, *base[2:]), (a, a, 1, *base[3:]), (a, a, 0, {"a": 128}, ["float32"])]
+    others.append((a, a, 0, {"a": 64}, ["bfloat16"]))
+    assert len({plan_digest(*base), *(plan_digest(*other) for other in others)}) == 6
+
+
+@pytest.mark.parametrize("config", sorted(Path("configs/models").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_model_config_plans(config):
+    from gyre_megatron.weights.forecast import Rates, forecast, serving_layout, training_layout
+    from launch.plan import read_architecture
+
+    architecture = read_architecture(config)
+    moe = architecture.moe is not None
+    train = training_layout(architecture, "tp4,pp4,ep16" if moe else "tp4,pp4")
+    result = forecast(train, serving_layout(architecture, "tp16,ep16" if moe else "tp8"), Rates(), ranks=[0, 15])
+    assert result["bytes_in_max"] > 0 and result["plan_seconds_max"] < 60
+
+
+def test_flagship_has_the_published_number_of_parameters():
+    from gyre_megatron.weights.canonical import canonical_tensors
+    from launch.plan import read_architecture
+
+    architecture = read_architecture(Path("configs/models/qwen3_8_2_4t_a95b.yaml"))
+    assert sum(np.prod(s, dtype=np.int64) for s in canonical_tensors(architecture).values()) == 2_446_182_725_504
