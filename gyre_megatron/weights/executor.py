@@ -24,6 +24,7 @@ WireDtype = Callable[[str], torch.dtype]
 """Canonical name -> the dtype in which it travels."""
 
 
+_MIN_BUCKET = 4096
 _TRAILER = 16
 """Bytes after each bucket: its checksum and its length."""
 
@@ -68,6 +69,11 @@ class Resharder:
         transport: Transport, wire_dtype: WireDtype, verify: bool = False,
     ) -> None:  # fmt: skip
         self._transport, self._verify = transport, verify
+        if transport.bucket_bytes < _MIN_BUCKET:
+            raise TransferError(
+                f"staging memory leaves {transport.bucket_bytes} bytes for a bucket, at least {_MIN_BUCKET} are needed; "
+                "raise weights.staging_mib"
+            )
         self._wire_dtype = wire_dtype
         self._source_keys = {key: i for i, key in enumerate(sources)}
         self._target_keys = {key: i for i, key in enumerate(targets)}

@@ -24,7 +24,8 @@ UNEVEN_EXPERT = Train(P(pp=2, dp=4, ep=2, stage_layers=UNEVEN), "grouped")
 DENSE = [
     (TP2PP2, Serve(tp=8)),  # more ranks than key/value heads
     (TP4PP2, Serve(tp=2)), (PP4, Serve(tp=4)), (VPP, Serve(tp=8)), (CP, Serve(tp=1)), (UNEVEN_TRAIN, Serve(tp=4)),
-    (FIRST, Serve(tp=8)), (TP4, Serve(tp=4, attention_dp=2)), (TP2PP2, TP4), (UNEVEN_TRAIN, TP4PP2), (VPP, PP4), (FIRST, CP),
+    (FIRST, Serve(tp=8)), (TP4, Serve(tp=4, attention_dp=2)), (TP2PP2, TP4), (UNEVEN_TRAIN, TP4PP2), (VPP, PP4),
+    (FIRST, CP), (Train(P(tp=8)), TP2PP2),  # Megatron with more ranks than key/value heads
 ]  # fmt: skip
 TIED = [(TP2PP2, Serve(tp=8)), (PP4, Serve(tp=2)), (VPP, TP4)]
 MTP = [(TP2PP2, TP4), (PP4, TP2PP2)]
@@ -34,8 +35,8 @@ MOE = [
     (UNEVEN_EXPERT, EXPERT),
 ]  # fmt: skip
 MLA = [
-    (EXPERT, Serve(tp=4, ep=2)), (EP8, Serve(tp=8, ep=8, attention_dp=8)), (ETP2, Serve(tp=2)), (UNEVEN_EXPERT, Serve(tp=8)),
-    (EXPERT, PP2EP4), (TP4, EP8),
+    (EXPERT, Serve(tp=4, ep=2)), (EP8, Serve(tp=8, ep=8, attention_dp=8)), (ETP2, Serve(tp=2)), 
+    (UNEVEN_EXPERT, Serve(tp=8)), (EXPERT, PP2EP4), (TP4, EP8),
 ]  # fmt: skip
 HYBRID = [
     (EXPERT, Serve(tp=4, ep=2)),  # more ranks than key/value heads

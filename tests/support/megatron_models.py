@@ -1,5 +1,7 @@
 """Real Megatron-Core modules of every family in any layout, built for their parameters only (never run forward)."""
 
+# ruff: noqa: E402  (Megatron must be prepared for the CPU before anything imports it)
+
 from __future__ import annotations
 
 import gyre_megatron.training.megatron_cpu as megatron_cpu

@@ -9,6 +9,7 @@ import re
 import zlib
 
 import torch
+
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.weights.canonical import canonical_tensors
 from gyre_megatron.weights.parallel import ParallelRank
@@ -42,7 +43,8 @@ def expected(a: Architecture, place: ParallelRank, w: Tensors, name: str, layer:
     if ".experts." in tail:
         return _experts(a, place, w, p, tail)
     simple = {
-        "input_layernorm.weight": "input_layernorm.weight", "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "input_layernorm.weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
         "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
         "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight" if a.mla else "self_attn.q_norm.weight",
         "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",

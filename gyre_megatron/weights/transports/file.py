@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -60,7 +61,8 @@ class FileTransport(Transport):
 
     def break_off(self) -> None:
         self._broken = True
-        (self.folder / "cancelled").touch()
+        with contextlib.suppress(FileNotFoundError):  # the swap is over and its folder gone
+            (self.folder / "cancelled").touch()
 
     def wait(self, reached, what: str) -> None:
         deadline = time.monotonic() + self.timeout_s

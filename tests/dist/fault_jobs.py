@@ -1,0 +1,188 @@
+"""Processes that swap weights while one of them is killed, stopped or lies. No Megatron here: layouts are grids."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gyre_megatron.errors import TransferError
+from gyre_megatron.weights.boxes import LocalTensor, Piece, contiguous_strides, grid_cells
+from gyre_megatron.weights.executor import Resharder
+from gyre_megatron.weights.layout import ListedLayout
+from gyre_megatron.weights.planner import plan_rank
+from gyre_megatron.weights.transports.base import Transport
+from gyre_megatron.weights.transports.collective import CollectiveTransport
+from gyre_megatron.weights.transports.file import FileTransport
+from gyre_megatron.weights.transports.ipc import IpcTransport
+
+TIMEOUT_S = 3.0
+SHAPES = {f"w{i}": (256, 512) for i in range(8)}
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.dist.fault_jobs"])
+
+
+def _grid(parts: tuple[int, int], n: int) -> ListedLayout:
+    ranks: list[list[LocalTensor]] = [[] for _ in range(n)]
+    for name, shape in SHAPES.items():
+        for rank, box in enumerate(grid_cells(shape, parts)):
+            piece = Piece(name, box.start, box.shape, name, 0, contiguous_strides(box.shape))
+            ranks[rank].append(LocalTensor(name, box.shape, (piece,)))
+    return ListedLayout(ranks)
+
+
+def _values(layout: ListedLayout, rank: int, version: int) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for tensor in layout.tensors(rank):
+        piece = tensor.pieces[0]
+        whole = torch.arange(256 * 512, dtype=torch.float32).reshape(256, 512) + version
+        rows, columns = (slice(s, s + k) for s, k in zip(piece.start, piece.shape, strict=True))
+        tensors[tensor.key] = whole[rows, columns].contiguous()
+    return tensors
+
+
+def make(kind: str, store: dist.Store, rank: int, n: int, folder: str, name: str = "t") -> Transport:
+    common: dict[str, Any] = dict(name=name, timeout_s=TIMEOUT_S, staging_bytes=256 << 10)
+    if kind == "ipc":
+        return IpcTransport(store, rank, n, **common)
+    if kind == "file":
+        return FileTransport(store, rank, n, folder, **common)
+    if kind == "mooncake":
+        from gyre_megatron.weights.transports.mooncake import MooncakeTransport
+
+        return MooncakeTransport(store, rank, n, **common)
+    return CollectiveTransport(store, rank, n, **common)
+
+
+class Swapper:
+    """One process with a transport and a reshard that it can run for any version."""
+
+    def __init__(self, kind: str, store: dist.Store, rank: int, n: int, folder: str, name: str = "t") -> None:
+        self.rank, self.n = rank, n
+        self.source, self.target = _grid((n, 1), n), _grid((1, n), n)
+        self.transport = make(kind, store, rank, n, folder, name)
+        self.have = _values(self.source, rank, 0)
+        self.got = {key: torch.zeros_like(t) for key, t in _values(self.target, rank, 0).items()}
+        plan = plan_rank(self.source, self.target, rank)
+        self.resharder = Resharder(plan, self.have, self.got, self.transport, lambda _: torch.float32, verify=True)
+
+    def swap(self, version: int) -> None:
+        """Move version `version` and compare every element."""
+        for key, tensor in _values(self.source, self.rank, version).items():
+            self.have[key].copy_(tensor)
+        self.resharder.run()
+        for key, tensor in _values(self.target, self.rank, version).items():
+            assert torch.equal(self.got[key], tensor), key
+
+
+def _fault(swapper: Swapper, fault: str) -> None:
+    """Arrange for this process to misbehave in its next swap, in the middle of sending."""
+    original, count = swapper.transport.outbox, 0
+
+    def outbox(peer: int):
+        box = original(peer)
+        post = box.post
+        slot_of = box.slot
+        last: list[torch.Tensor] = []
+
+        def slot(nbytes: int) -> torch.Tensor:
+            last[:] = [slot_of(nbytes)]
+            return last[0]
+
+        def faulty_post() -> None:
+            nonlocal count
+            count += 1
+            if count == 2:
+                swapper.transport.outbox = original  # only once
+                if fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif fault == "hang":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif fault == "corrupt":
+                    last[0][100] ^= 0xFF
+            post()
+
+        box.slot, box.post = slot, faulty_post
+        return box
+
+    swapper.transport.outbox = outbox
+
+
+def faulty(kind: str, fault: str, rank: int, n: int, port: int, folder: str, pipe) -> None:
+    """A good swap, one in which process 1 misbehaves, and the next one; reports what happened and how long it took."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    swapper = Swapper(kind, store, rank, n, folder)
+    swapper.swap(1)
+    if rank == 1:
+        _fault(swapper, fault)
+    start = time.monotonic()
+    try:
+        swapper.swap(2)
+        outcome = "succeeded"
+    except TransferError as error:
+        outcome = str(error)
+    pipe.send((outcome, time.monotonic() - start))
+    if fault == "kill":  # the others go on without it: a new membership
+        members = [0, *range(2, n)]
+        swapper = Swapper(kind, store, members.index(rank), n - 1, folder, name="t-next")
+    else:
+        pipe.recv()  # everyone is back
+    swapper.swap(3)
+    pipe.send("next swap exact")
+    os._exit(0)
+
+
+def many(kind: str, swaps: int, rank: int, n: int, port: int, folder: str, pipe) -> None:
+    """Many swaps; reports resources after the first tenth and at the end."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    swapper = Swapper(kind, store, rank, n, folder)
+    usage = []
+    for version in range(swaps):
+        swapper.swap(version)
+        if version in (swaps // 10, swaps - 1):
+            gc.collect()
+            usage.append(
+                dict(
+                    descriptors=len(os.listdir("/proc/self/fd")), threads=len(os.listdir("/proc/self/task")),
+                    maps=sum("gyre-" in line for line in Path("/proc/self/maps").read_text().splitlines()),
+                    resident_mib=int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20,
+                )
+            )  # fmt: skip
+    pipe.send(usage)
+    pipe.recv()
+    os._exit(0)
+
+
+class Processes:
+    """`n` processes that run a job; always killed in the end."""
+
+    def __init__(self, job, n: int, *args: Any, folder: str) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes, self.pipes = [], []
+        for rank in range(n):
+            mine, theirs = _context.Pipe()
+            arguments = (*args, rank, n, self.store.port, folder, theirs)
+            process = _context.Process(target=job, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(mine)
+
+    def answer(self, rank: int, timeout_s: float) -> Any:
+        assert self.pipes[rank].poll(timeout_s), f"process {rank} gave no answer in {timeout_s} s"
+        return self.pipes[rank].recv()
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()

@@ -1,0 +1,99 @@
+"""A process dies, hangs or sends damaged data in mid-swap: all stop in time, and the next swap is exact."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from gyre_megatron.errors import TransferError
+from tests.dist.fault_jobs import TIMEOUT_S, Processes, Swapper, faulty, many
+
+N = 4
+
+
+@pytest.fixture
+def start(tmp_path):
+    started: list[Processes] = []
+
+    def begin(job, *args) -> Processes:
+        started.append(Processes(job, N, *args, folder=str(tmp_path)))
+        return started[-1]
+
+    yield begin
+    for processes in started:
+        processes.stop()
+
+
+@pytest.mark.parametrize("kind", ["ipc", "collective", "file"])
+@pytest.mark.parametrize("fault", ["kill", "hang", "corrupt"])
+def test_everyone_stops_and_the_next_swap_works(start, kind, fault):
+    processes = start(faulty, kind, fault)
+    survivors = [rank for rank in range(N) if rank != 1]
+    # a wait for the process that is gone, then the vote
+    for outcome, seconds in [processes.answer(rank, 40) for rank in survivors]:
+        assert "given up" in outcome and "previous weights stay" in outcome
+        assert seconds < 2 * TIMEOUT_S + 2
+    if fault == "hang":
+        os.kill(processes.processes[1].pid, signal.SIGCONT)
+    if fault != "kill":
+        assert "given up" in processes.answer(1, 40)[0]
+        for rank in range(N):
+            processes.pipes[rank].send("go on")
+        survivors = list(range(N))
+    assert [processes.answer(rank, 40) for rank in survivors] == ["next swap exact"] * len(survivors)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "collective", "file"])
+def test_a_hundred_swaps_hold_no_more_than_ten(start, kind):
+    before = {p.name for p in Path("/dev/shm").glob("gyre-*")}
+    processes = start(many, kind, 100)
+    for rank in range(N):
+        early, late = processes.answer(rank, 60)
+        assert late["descriptors"] <= early["descriptors"]
+        assert late["threads"] <= early["threads"]
+        assert late["maps"] <= early["maps"]
+        assert late["resident_mib"] <= early["resident_mib"] + 4
+    assert {p.name for p in Path("/dev/shm").glob("gyre-*")} <= before
+    for pipe in processes.pipes:
+        pipe.send("done")
+
+
+def test_shared_memory_that_is_too_small_is_refused_with_the_mend(tmp_path):
+    import resource
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    swapper = Swapper("ipc", store, 0, 1, str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        with pytest.raises(TransferError, match="cannot hold 4 slots .* lower weights.staging_mib"):
+            swapper.swap(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    swapper.swap(2)
+
+
+def test_staging_below_one_bucket_is_refused(tmp_path):
+    from gyre_megatron.weights.executor import Resharder
+    from gyre_megatron.weights.planner import RankPlan
+    from gyre_megatron.weights.transports.ipc import IpcTransport
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    transport = IpcTransport(store, 0, 1, staging_bytes=1000)
+    with pytest.raises(TransferError, match=r"raise weights\.staging_mib"):
+        Resharder(RankPlan(0), {}, {}, transport, lambda _: None)
+
+
+def test_a_silent_process_is_named(tmp_path):
+    from gyre_megatron.weights.rendezvous import Rendezvous
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    start = time.monotonic()
+    with pytest.raises(TransferError, match=r"processes \[1\] did not answer in 0\.5 s"):
+        Rendezvous(store, 0, 2, 0.5).agree(None, "a test")
+    assert time.monotonic() - start < 2
