@@ -260,6 +260,20 @@ class TrajectoryStore:
         )
         return [schema.call_from_row(execution_id, attempt, row) for row in rows]
 
+    def sizes(self, execution_id: str) -> tuple[int, int, int, int]:
+        """(calls, nodes, tokens, sampled tokens) of the latest attempt."""
+        where = (self._rowid(execution_id), self._attempt(execution_id, None))
+        calls = self._all("SELECT count(*) FROM calls WHERE execution=? AND attempt=?", where)[0][0]
+        sql = (
+            "SELECT count(*), coalesce(sum(length(token_ids)), 0) / 4, coalesce(sum(length(logprobs)), 0) / 4"
+            " FROM nodes WHERE execution=? AND attempt=?"
+        )
+        return (calls, *self._all(sql, where)[0])
+
+    def roles(self) -> dict[str, int]:
+        """Calls by role, over everything."""
+        return dict(self._all("SELECT role, count(*) FROM calls GROUP BY role ORDER BY 2 DESC"))
+
     # inner ----------------------------------------------------------------------------------------------------------
 
     def _attempt(self, execution_id: str, attempt: int | None) -> int:

@@ -1,0 +1,112 @@
+"""Trees as rows, for use elsewhere: one row a branch, as JSON lines or Parquet.
+
+A row is the flattened branch (root to leaf) with per-token columns, so that any trainer can read it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gyre_megatron.errors import ConfigError
+from gyre_megatron.trajectory.processor import Branches
+from gyre_megatron.trajectory.records import ExecutionRecord, Node
+from gyre_megatron.trajectory.store import TrajectoryStore
+
+
+def branch_rows(store: TrajectoryStore, executions: Sequence[ExecutionRecord]) -> Iterator[dict[str, Any]]:
+    """One row for each branch of each execution, without auxiliary calls.
+
+    Columns: execution_id, group_id, attempt, role, status, reward, token_ids, sampled (0 or 1 a token), logprobs
+    (0 where not sampled), weight_versions (-1 where not sampled), temperatures.
+    """
+    for execution in executions:
+        nodes = store.nodes(execution.execution_id)
+        branches = Branches(nodes, store.calls(execution.execution_id))
+        for leaf, role in zip(branches.leaves, branches.roles, strict=True):
+            if role != "auxiliary":
+                yield {**_about(execution), "role": role, **_columns(branches, leaf)}
+
+
+def _about(execution: ExecutionRecord) -> dict[str, Any]:
+    outcome = execution.outcome
+    return {
+        "execution_id": execution.execution_id,
+        "group_id": execution.group_id,
+        "attempt": execution.attempt,
+        "status": outcome.status if outcome else execution.state,
+        "reward": outcome.reward if outcome else None,
+    }
+
+
+def _columns(branches: Branches, leaf: int) -> dict[str, list[Any]]:
+    path, index = [], leaf
+    while index >= 0:
+        path.append(branches.nodes[index])
+        index = branches.parents[index]
+    parts = [_node_columns(node) for node in reversed(path)]
+    return {name: np.concatenate([part[name] for part in parts]).tolist() for name in parts[0]}
+
+
+def _node_columns(node: Node) -> dict[str, np.ndarray]:
+    length, lead = len(node.token_ids), node.num_context
+    columns = {
+        "token_ids": node.token_ids,
+        "sampled": np.zeros(length, np.int8),
+        "logprobs": np.zeros(length, np.float32),
+        "weight_versions": np.full(length, -1, np.int32),
+        "temperatures": np.ones(length, np.float32),
+    }
+    if node.sampled:
+        columns["sampled"][lead:] = 1
+        columns["logprobs"][lead:] = node.logprobs
+        columns["weight_versions"][lead:] = np.repeat([v for v, _ in node.versions], [c for _, c in node.versions])
+        columns["temperatures"][lead:] = node.temperature
+    return columns
+
+
+def write_jsonl(rows: Iterator[dict[str, Any]], path: Path) -> int:
+    """Write rows as JSON lines; returns how many."""
+    count = 0
+    with path.open("w") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+            count += 1
+    return count
+
+
+def write_parquet(rows: Iterator[dict[str, Any]], path: Path, rows_per_group: int = 64) -> int:
+    """Write rows as Parquet, a few in memory at a time; returns how many.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ConfigError("writing Parquet needs pyarrow: pip install pyarrow, or export to .jsonl") from error
+    types = {
+        **dict.fromkeys(("execution_id", "group_id", "status", "role"), pa.string()),
+        "attempt": pa.int32(),
+        "reward": pa.float64(),
+        **dict.fromkeys(("token_ids", "weight_versions"), pa.list_(pa.int32())),
+        "sampled": pa.list_(pa.int8()),
+        **dict.fromkeys(("logprobs", "temperatures"), pa.list_(pa.float32())),
+    }
+    schema = pa.schema(list(types.items()))
+    count, batch = 0, []
+    with pq.ParquetWriter(path, schema) as writer:
+        for row in rows:
+            batch.append(row)
+            count += 1
+            if len(batch) == rows_per_group:
+                writer.write_table(pa.Table.from_pylist(batch, schema))
+                batch = []
+        if batch:
+            writer.write_table(pa.Table.from_pylist(batch, schema))
+    return count
