@@ -227,6 +227,9 @@ class TinyModelConfig(Section):
 class ModelConfig(Section):
     """Which model is trained and served."""
 
+    architecture: Architecture | None = None
+    """Shape of the model, as the overlays in configs/models give it: `launch/plan.py` plans with it, and a run refuses a
+    checkpoint of another shape."""
     checkpoint: str | None = None
     """Directory of a checkpoint in Hugging Face format; empty with `tiny` set, where the run makes its own."""
     tiny: TinyModelConfig | None = None

@@ -8,6 +8,23 @@ from gyre_megatron.errors import ConfigError
 from gyre_megatron.weights.process_groups import CellTopology
 
 
+def check_architecture(config: GyreConfig, found: Architecture) -> None:
+    """Check that the checkpoint has the shape that the configuration announces, if it announces one.
+
+    Raises:
+        ConfigError: they differ; the message names the fields.
+    """
+    announced = config.model.architecture
+    if announced is None or announced == found:
+        return
+    fields = [name for name in Architecture.model_fields if getattr(announced, name) != getattr(found, name)]
+    differences = ", ".join(f"{name} {getattr(announced, name)!r} vs {getattr(found, name)!r}" for name in fields)
+    raise ConfigError(
+        f"model.architecture and {config.model.checkpoint} differ in {differences}; use the overlay of this model, or "
+        "leave model.architecture out"
+    )
+
+
 def check_layout(config: GyreConfig, architecture: Architecture, topology: CellTopology) -> None:
     """Check that model, training layout, engine and cells fit together.
 

@@ -22,7 +22,7 @@ from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.errors import CellError, ConfigError, GyreError
 from gyre_megatron.rollout.server import ServerSpec, SglangServer
 from gyre_megatron.runtime.cell_agent import CellAgent, take_core_weights
-from gyre_megatron.runtime.checks import check_layout
+from gyre_megatron.runtime.checks import check_architecture, check_layout
 from gyre_megatron.runtime.control_client import ControlClient
 from gyre_megatron.runtime.control_process import ControlProcess
 from gyre_megatron.runtime.parity import ParityCheck
@@ -95,6 +95,7 @@ def _start_control_plane(
 ) -> ControlProcess:
     checkpoint = resolve_checkpoint(config)
     architecture = Architecture.from_checkpoint(checkpoint)
+    check_architecture(config, architecture)
     check_layout(config, architecture, place.topology)
     _check_address(config)
     directory = RunDirectory(Path(config.run.root) / config.run.name)

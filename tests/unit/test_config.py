@@ -10,7 +10,7 @@ from gyre_megatron.config.__main__ import main
 from gyre_megatron.config.loader import GyreConfig, load_config
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.errors import ConfigError
-from gyre_megatron.runtime.checks import check_layout
+from gyre_megatron.runtime.checks import check_architecture, check_layout
 from gyre_megatron.weights.process_groups import CellTopology
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,23 @@ def base(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name)
 def test_every_shipped_run_file_parses(file: Path):
     assert isinstance(load_config(file).config, GyreConfig)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "models").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_model_overlay_composes_into_a_run(tmp_path: Path, file: Path):
+    run = write(tmp_path / "run.yaml", f"base: [{file}]\nmodel: {{checkpoint: /models/{file.stem}}}\n")
+    architecture = load_config(run).config.model.architecture
+    assert architecture is not None and architecture.num_layers > 1
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path):
+    overlay = ROOT / "configs/models/qwen3_8b.yaml"
+    run = write(tmp_path / "run.yaml", f"base: [{overlay}]\nmodel: {{checkpoint: /models/x}}\n")
+    config = load_config(run).config
+    check_architecture(config, config.model.architecture)
+    other = config.model.architecture.model_copy(update={"num_layers": 2})
+    with pytest.raises(ConfigError, match="differ in num_layers 36 vs 2"):
+        check_architecture(config, other)
 
 
 def test_files_compose_and_later_wins(tmp_path: Path, base: Path):
