@@ -227,15 +227,12 @@ class TinyModelConfig(Section):
 class ModelConfig(Section):
     """Which model is trained and served."""
 
-    architecture: Architecture | None = None
-    """Shape of the model, as the overlays in configs/models give it: `launch/plan.py` plans with it, and a run refuses a
-    checkpoint of another shape."""
     checkpoint: str | None = None
     """Directory of a checkpoint in Hugging Face format; empty with `tiny` set, where the run makes its own."""
     tiny: TinyModelConfig | None = None
     """Make a tiny random checkpoint in the run directory in place of loading one."""
     architecture: Architecture | None = None
-    """The model's shape, for planning without its checkpoint (launch/plan.py); training reads the checkpoint's own."""
+    """The model's shape, for planning without its checkpoint (launch/plan.py); a run refuses a checkpoint that differs."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
