@@ -25,7 +25,8 @@ from gyre_megatron.weights.shadow import SHADOW_FILE, STATUS_FILE, Shadow, check
 
 Parameters = dict[str, torch.Tensor]
 
-_attached: dict[int, Shadow] = {}
+_attached: dict[str, Shadow] = {}
+"""Directory of a publisher -> its shadow of this process's model."""
 
 
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -49,14 +50,16 @@ def _attach(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[
     parameters = _parameters(model)
     pieces = probe(model, architecture, parameters)
     specs = tensor_specs(parameters)
+    for directory in [d for d in _attached if not Path(d).is_dir()]:  # its publisher gave up or is gone
+        del _attached[directory]
     path = Path(command["directory"]) / SHADOW_FILE.format(rank=rank)
-    _attached[id(model)] = Shadow.create(path, specs)
+    _attached[command["directory"]] = Shadow.create(path, specs)
     return {"tensors": [spec._asdict() for spec in specs], "pieces": pieces}
 
 
 def _verify(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
     """Check the assembled version against the senders' checksums."""
-    shadow, expected = _shadow(model), command["checksums"]
+    shadow, expected = _shadow(command), command["checksums"]
     if expected is None:
         return {}
     found = checksums(shadow.tensors)
@@ -69,7 +72,7 @@ def _verify(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[
 @torch.no_grad()
 def _commit(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
     """Copy the assembled version into the live parameters, keeping their storage; refresh what derives from them."""
-    shadow, parameters = _shadow(model), _parameters(model)
+    shadow, parameters = _shadow(command), _parameters(model)
     before = {key: tensor.data_ptr() for key, tensor in parameters.items()}
     for key, tensor in parameters.items():
         tensor.copy_(shadow.tensors[key], non_blocking=True)
@@ -97,7 +100,7 @@ def _seal(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[st
 
 def _detach(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
     """Drop the shadow, e.g. after a swap that was given up half-way."""
-    _attached.pop(id(model), None)
+    _attached.pop(command["directory"], None)
     return {}
 
 
@@ -115,10 +118,10 @@ def _parameters(model: torch.nn.Module) -> Parameters:
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
-def _shadow(model: torch.nn.Module) -> Shadow:
-    shadow = _attached.get(id(model))
+def _shadow(command: dict[str, Any]) -> Shadow:
+    shadow = _attached.get(command["directory"])
     if shadow is None:
-        raise TransferError("no shadow is attached to this model; send the attach command first")
+        raise TransferError(f"no shadow of {command['directory']} is attached to this engine; attach first")
     return shadow
 
 

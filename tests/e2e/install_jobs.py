@@ -1,0 +1,84 @@
+"""What the training ranks of the install tests do: a real trainer that publishes into a real server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gyre_megatron.config.model import Architecture
+from gyre_megatron.config.training import TrainingConfig
+from gyre_megatron.config.weights import WeightsConfig
+from gyre_megatron.errors import TransferError
+from gyre_megatron.training import Trainer
+from gyre_megatron.training.parallel import parallel_rank
+from gyre_megatron.weights.cell_sync import CellWeightSync
+from gyre_megatron.weights.checkpoint import save_hf_checkpoint
+from gyre_megatron.weights.transports.ipc import IpcTransport
+
+_state: dict[str, Any] = {}
+
+
+def start(checkpoint: str, url: str, engine_tp: int, layout: dict[str, int]) -> None:
+    """Build the trainer and the publisher of this rank."""
+    config, architecture = TrainingConfig(**layout), Architecture.from_checkpoint(checkpoint)
+    trainer = Trainer(config, architecture, checkpoint, with_optimizer=False)
+    place = parallel_rank(config, architecture)
+    weights = WeightsConfig(timeout_s=60)
+    sync = CellWeightSync(trainer.model_chunks, architecture, place, url, engine_tp, weights, name="install")
+    wrong = CellWeightSync(trainer.model_chunks, architecture, place, url, engine_tp + 1, weights, name="wrong")
+    _state.update(
+        trainer=trainer, sync=sync, wrong=wrong, architecture=architecture, place=place, checkpoint=checkpoint
+    )
+
+
+@torch.no_grad()
+def step() -> None:
+    """Change every weight a little."""
+    for parameter in _state["trainer"].named_parameters():
+        tensor = parameter[1] if isinstance(parameter, tuple) else parameter
+        tensor.mul_(1.03125)
+
+
+def publish(version: int, fault: str | None = None) -> str:
+    """Publish; with a fault, what every rank was told."""
+    sync = _state["wrong"] if fault == "refusing engine" else _state["sync"]
+    if fault == "corrupted":
+        sync._prepare()
+        _damage_after_writing(sync)
+    try:
+        report = sync.publish(version)
+    except TransferError as error:
+        return str(error)
+    assert report.version == version and report.bytes_written > 0
+    return ""
+
+
+def _damage_after_writing(sync: CellWeightSync) -> None:
+    if dist.get_rank() != 0:
+        return
+    push = sync._push
+    assert push is not None
+    write = push.write
+
+    def damaged() -> None:
+        write()
+        push._parts[0][1][3].view(-1)[5] += 1
+
+    push.write = damaged  # type: ignore[method-assign]
+
+
+def score(sequences: list[list[int]]) -> list[Any]:
+    return _state["trainer"].score(sequences)
+
+
+def save(path: str) -> None:
+    """Write the trainer's weights as a checkpoint."""
+    store = dist.distributed_c10d._get_default_store()
+    carrier = IpcTransport(store, dist.get_rank(), dist.get_world_size(), name=f"save{path}")
+    save_hf_checkpoint(
+        _state["trainer"].model_chunks, _state["architecture"], _state["place"], carrier, path, _state["checkpoint"],
+        torch.float32,
+    )  # fmt: skip
+    carrier.close()

@@ -1,0 +1,143 @@
+"""A real Megatron cell publishes into a real SGLang server: same log-probabilities, same bits, faults leave the old."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from gyre_megatron.config.cluster import EngineConfig
+from gyre_megatron.rollout.server import ServerSpec, SglangServer
+from tests.dist.ranks import RankPool
+from tests.e2e import install_jobs
+from tests.support.checkpoints import make_checkpoint
+from tests.support.hf_configs import hf_config
+from tests.support.reference_shards import whole_weights
+
+pytestmark = pytest.mark.e2e
+SEQUENCES = [list(range(20, 60)), [7, 300, 41, 5, 99, 123, 250, 77] * 3]
+TOLERANCE = 1e-4
+CASES = [
+    pytest.param("dense", 1, dict(tp=2, pp=2), id="dense-tp1"),
+    pytest.param("moe", 2, dict(tp=2, pp=2, ep=2, etp=1), id="moe-tp2"),
+    pytest.param("dense", 2, dict(tp=2, pp=2), id="dense-tp2", marks=pytest.mark.slow),
+    pytest.param("moe", 1, dict(tp=2, pp=2, ep=2, etp=1), id="moe-tp1", marks=pytest.mark.slow),
+]
+
+
+def _checkpoint(family: str, folder: Path) -> Path:
+    from tests.support.megatron_models import ARCHITECTURES
+
+    architecture = ARCHITECTURES[family].model_copy(update={"vocab_size": 512})
+    make_checkpoint(folder)
+    (folder / "config.json").write_text(json.dumps(hf_config(architecture)))
+    weights = {n: 1 + 0.1 * t if "norm" in n else 0.08 * t for n, t in whole_weights(architecture).items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+class Cell:
+    """Four training ranks and their server."""
+
+    def __init__(self, family: str, tp: int, layout: dict[str, int], folder: Path) -> None:
+        self.checkpoint, self.folder = _checkpoint(family, folder / "checkpoint"), folder
+        engine = EngineConfig(
+            dtype="float32", context_length=2048, max_total_tokens=8192, max_running_requests=8, mem_fraction_static=0.2
+        )
+        self.server = SglangServer(ServerSpec(self.checkpoint, tp, "cpu", "127.0.0.1", 0, folder / "log"), engine)
+        self.server.start()
+        self.ranks = RankPool(4)
+        self.server.wait_until_ready()
+        self.ranks.run(install_jobs.start, str(self.checkpoint), self.server.url, tp, layout)
+
+    def publish(self, version: int, fault: str | None = None) -> list[str]:
+        return self.ranks.run(install_jobs.publish, version, fault)
+
+    def served(self) -> tuple[list[list[float]], str]:
+        """The engine's log-probabilities of SEQUENCES and its weight version."""
+        scores, version = [], ""
+        for ids in SEQUENCES:
+            body = dict(
+                input_ids=ids, return_logprob=True, logprob_start_len=0,
+                sampling_params=dict(max_new_tokens=1, temperature=0, ignore_eos=True),
+            )  # fmt: skip
+            info = self.server.generate(body)["meta_info"]
+            scores.append([entry[0] for entry in info["input_token_logprobs"][1:]])
+            version = info["weight_version"]
+        return scores, version
+
+    def difference(self) -> float:
+        """Largest difference between the trainer's and the engine's log-probabilities."""
+        trained = self.ranks.run(install_jobs.score, SEQUENCES)[0]
+        served, _ = self.served()
+        pairs = zip(trained, served, strict=True)
+        return max(float((torch.tensor(a) - torch.tensor(b)).abs().max()) for a, b in pairs)
+
+    def checksums(self) -> list[dict[str, str]]:
+        answer = self.server.post("/weights_checker", {"action": "checksum"}).json()
+        return [rank["checksums"] for rank in answer["ranks"]]
+
+    def close(self) -> None:
+        self.ranks.close()
+        self.server.stop()
+
+
+@pytest.mark.parametrize(("family", "tp", "layout"), CASES)
+def test_install(family, tp, layout, tmp_path):
+    cell = Cell(family, tp, layout, tmp_path)
+    try:
+        _agrees_after_every_publish(cell)
+        _calls_in_flight_go_on(cell)
+        for fault in ("corrupted", "refusing engine"):
+            _fault_leaves_the_old_version(cell, fault)
+        _same_bits_as_from_disk(cell)
+    finally:
+        cell.close()
+    assert not list(Path("/dev/shm").glob("gyre-weights-*/shadow.*"))
+
+
+def _agrees_after_every_publish(cell: Cell) -> None:
+    for version in (1, 2):
+        cell.ranks.run(install_jobs.step)
+        assert cell.difference() > TOLERANCE  # the engine still serves the version before
+        assert cell.publish(version) == [""] * 4
+        assert cell.difference() < TOLERANCE
+        assert cell.served()[1] == str(version)
+
+
+def _calls_in_flight_go_on(cell: Cell) -> None:
+    body = dict(input_ids=SEQUENCES[0], sampling_params=dict(max_new_tokens=600, temperature=1, ignore_eos=True))
+    answers: list[dict] = []
+    call = threading.Thread(target=lambda: answers.append(cell.server.generate(body)))
+    call.start()
+    time.sleep(0.5)  # some tokens are out, most are not
+    cell.ranks.run(install_jobs.step)
+    assert cell.publish(3) == [""] * 4
+    call.join(120)
+    info = answers[0]["meta_info"]
+    assert len(answers[0]["output_ids"]) == 600 and info["finish_reason"]["type"] == "length"
+    assert info["weight_version"] == "3" and len(info["weight_versions"]) == 2
+    assert cell.difference() < TOLERANCE
+
+
+def _fault_leaves_the_old_version(cell: Cell, fault: str) -> None:
+    before, version = cell.served()
+    cell.ranks.run(install_jobs.step)
+    told = cell.publish(90, fault)
+    assert len(set(told)) == 1 and "given up" in told[0], told
+    assert cell.served() == (before, version)
+    assert cell.publish(int(version) + 1) == [""] * 4
+    assert cell.difference() < TOLERANCE
+
+
+def _same_bits_as_from_disk(cell: Cell) -> None:
+    installed = cell.checksums()
+    path = cell.folder / "saved"
+    cell.ranks.run(install_jobs.save, str(path))
+    cell.server.post("/update_weights_from_disk", {"model_path": str(path)})
+    assert cell.checksums() == installed
