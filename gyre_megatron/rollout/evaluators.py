@@ -73,13 +73,13 @@ async def _pytest(task: Task, workspace: Path, timeout_s: float, environment: di
         "GYRE_NONCE": nonce,
         "PYTHONPATH": str(recorder.parent),
         "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     finished = await run_program(command, workspace, variables, Limits(timeout_s, max_output_kib=64))
-    if finished.code in (3, 4) and finished.reason == "exit":
+    if not report.exists() or finished.code == 4:
         said = _tail(finished.stderr or finished.stdout)
         raise EvaluatorFailure(f"pytest failed with status {finished.code}: {said}")
-    lines = report.read_text(errors="replace").splitlines() if report.exists() else []
-    passed, failed = _outcomes(lines, nonce)
+    passed, failed = _outcomes(report.read_text(errors="replace").splitlines(), nonce)
     total = max(task.evaluator.num_tests, len(passed | failed))
     detail = {"passed": len(passed - failed), "total": total, "ended_by": finished.reason, "code": finished.code}
     return Score(len(passed - failed) / total, detail)

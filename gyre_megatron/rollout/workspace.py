@@ -94,7 +94,10 @@ def copy_contained(source: Path, target: Path, max_bytes: int = 2 << 30, max_ent
 
 def _copy_entry(root: Path, source: Path, target: Path, mode: int) -> bool:
     if stat.S_ISLNK(mode):
-        resolved = source.resolve()
+        try:
+            resolved = source.resolve()
+        except (OSError, RuntimeError):  # a loop
+            return False
         if not resolved.is_relative_to(root) or not resolved.exists():
             return False
         target.symlink_to(os.path.relpath(resolved, source.parent.resolve()))
