@@ -232,7 +232,7 @@ class ModelConfig(Section):
     tiny: TinyModelConfig | None = None
     """Make a tiny random checkpoint in the run directory in place of loading one."""
     architecture: Architecture | None = None
-    """The model's shape, for planning without its checkpoint (launch/plan.py); a run refuses a checkpoint that differs."""
+    """The model's shape, for planning without its checkpoint (launch/plan.py); a run refuses another checkpoint."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -13,7 +13,7 @@ class RunConfig(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Directory of the run below `root`."""
     root: str = "runs"
-    """Where run directories are made, relative to the working directory; on a cluster, a file system all nodes share."""
+    """Where run directories are made, relative to the working directory; all nodes must share it."""
     num_steps: int = Field(100, ge=1)
     """Optimizer steps of the run."""
     seed: int = 0
