@@ -26,6 +26,7 @@ from gyre_megatron.trajectory.store import TrajectoryStore
 log = logging.getLogger(__name__)
 
 EXECUTION_VARIABLE = "GYRE_EXECUTION"
+_NOT_STARTED = (125, 126, 127)  # what shells and container runtimes say when a program or an image is not to be had
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ async def _run_and_score(
         # Nothing ran, so there is nothing to score: a placeholder, not a verdict on the policy.
         log.warning("execution %s could not start: %s", execution.execution_id, error)
         return Outcome("placeholder", 0.0, {"reason": f"the harness could not be started: {error}"})
+    if finished.code in _NOT_STARTED and not context.store.calls(execution.execution_id):
+        said = finished.stderr.decode(errors="replace")[-500:]
+        return Outcome("placeholder", 0.0, {**detail, "reason": f"the harness never began: {said}"})
     return await _score(context, task, workspace, detail)
 
 
