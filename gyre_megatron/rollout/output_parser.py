@@ -79,7 +79,13 @@ class OutputParser:
         return events
 
     def _drain_text(self, final: bool) -> tuple[list[OutputEvent], bool]:
-        tags = [*([OPEN] if self._format else []), *([] if self._any_text else [THINK_OPEN]), *self._stop]
+        begins = "" if self._any_text else self._buffer.lstrip()
+        if begins.startswith(THINK_OPEN):
+            self._buffer, self._space, self._state = begins[len(THINK_OPEN) :], "", "thinking"
+            return [], True
+        if not final and THINK_OPEN.startswith(begins) and not self._any_text:
+            return [], False  # reasoning may be about to begin
+        tags = [*([OPEN] if self._format else []), *self._stop]
         position, tag = _first(self._buffer, tags)
         if tag is None:
             keep = 0 if final else _partial_suffix(self._buffer, tags)
@@ -90,8 +96,7 @@ class OutputParser:
         if tag in self._stop:
             self.stopped_by, self._buffer = tag, ""
         else:
-            self._state = "tool" if tag == OPEN else "thinking"
-            self._space = self._space if tag == OPEN else ""
+            self._state = "tool"
         return events, True
 
     def _drain_thinking(self, final: bool) -> tuple[list[OutputEvent], bool]:
