@@ -24,6 +24,7 @@ from gyre_megatron.rollout.engine_client import EngineRefused, GenerateRequest, 
 from gyre_megatron.rollout.output_parser import OutputEvent, OutputParser
 from gyre_megatron.rollout.renderer import Prompt, Renderer
 from gyre_megatron.rollout.router import Router
+from gyre_megatron.rollout.routing import RouteRecorder
 from gyre_megatron.rollout.session import Session
 from gyre_megatron.rollout.token_text import TokenDecoder
 from gyre_megatron.trajectory.records import Call, Node
@@ -108,6 +109,7 @@ class RunningCall:
         self._sampling = _sampling(request, context)
         self._node: Node | None = None
         self._handed_over = False
+        self._routes = self._route_recorder()
 
     # for the harness --------------------------------------------------------------------------------------------------
 
@@ -178,13 +180,15 @@ class RunningCall:
             self._sampling,
             self._max_new_tokens(),
             self._session.execution_id,
-            self._context.config.sampling.return_routed_experts,
+            self._routes.start if self._routes is not None else None,
         )
         stream = self._context.router.generate(request)
         finish: str | None = None
         try:
             async for chunk in stream:
                 self._sampled.add(chunk)
+                if self._routes is not None and chunk.routed_experts is not None:
+                    self._routes.add(chunk.prompt_length, chunk.routed_experts)
                 finish = chunk.finish
                 yield self._parser.feed(self._decoder.feed(chunk.token_ids))
                 if self._parser.stopped_by is not None:
@@ -197,6 +201,13 @@ class RunningCall:
             await stream.aclose()
         yield self._parser.feed(self._decoder.finish()) + self._parser.finish()
         self._set_finish(finish)
+
+    def _route_recorder(self) -> RouteRecorder | None:
+        shape = self._context.renderer.routing_shape
+        if not self._context.config.sampling.return_routed_experts or shape is None:
+            return None
+        new = [*self._session.forest.unsaved(self._prompt.parent)]
+        return RouteRecorder(shape, new[0].start if new else self._prompt.parent.end)
 
     def _max_new_tokens(self) -> int:
         room = self._context.renderer.context_length - len(self._prompt.token_ids)
@@ -217,6 +228,8 @@ class RunningCall:
         prompt, forest, store = self._prompt, self._session.forest, self._context.store
         node = self._make_node()
         nodes = [*forest.unsaved(prompt.parent), node]
+        if self._routes is not None:
+            self._routes.assign(nodes)
         call = self._make_call(node, state)
         if state == "complete":
             forest.add_sampled(node)

@@ -32,13 +32,14 @@ class GenerateRequest:
         sampling: SGLang's sampling_params without max_new_tokens.
         max_new_tokens: Tokens still wanted.
         affinity: Calls with the same value share prefixes and prefer the same engine.
+        routed_start: First position whose experts are wanted; None wants none.
     """
 
     input_ids: np.ndarray
     sampling: dict[str, Any]
     max_new_tokens: int
     affinity: str = ""
-    return_routed_experts: bool = False
+    routed_start: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class TokenChunk:
         versions: n weight versions.
         finish: stop, length or abort on the last chunk, else None.
         matched: What stopped it: a token id or a stop string.
-        routed_experts: int16 [m, layers, k] on the last chunk, from position `routed_start` of the sequence on.
+        prompt_length: Tokens this engine was fed.
+        routed_experts: On an engine's last chunk, int32 [positions, layers, k] as bytes, from `routed_start` on.
     """
 
     token_ids: list[int]
@@ -60,8 +62,8 @@ class TokenChunk:
     finish: str | None = None
     matched: Any = None
     cached_tokens: int = 0
+    prompt_length: int = 0
     routed_experts: bytes | None = None
-    routed_start: int = 0
 
 
 @dataclass
@@ -131,8 +133,8 @@ def _body(request: GenerateRequest, request_id: str) -> bytes:
         "return_logprob": True,
         "sampling_params": {**request.sampling, "max_new_tokens": request.max_new_tokens},
     }
-    if request.return_routed_experts:
-        head["return_routed_experts"] = True
+    if request.routed_start is not None:
+        head |= {"return_routed_experts": True, "routed_experts_start_len": request.routed_start}
     ids = orjson.dumps(np.ascontiguousarray(request.input_ids), option=orjson.OPT_SERIALIZE_NUMPY)
     return orjson.dumps(head)[:-1] + b',"input_ids":' + ids + b"}"
 
@@ -169,6 +171,7 @@ def _chunk(url: str, message: dict[str, Any], progress: _Progress, prompt_length
         finish=finish.get("type") if finish else None,
         matched=finish.get("matched") if finish else None,
         cached_tokens=meta.get("cached_tokens") or 0,
+        prompt_length=prompt_length,
         routed_experts=base64.b64decode(meta["routed_experts"]) if meta.get("routed_experts") else None,
     )
 

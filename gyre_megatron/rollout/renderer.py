@@ -17,6 +17,7 @@ from gyre_megatron.errors import TemplateError
 from gyre_megatron.rollout.chat_template import ChatTemplate
 from gyre_megatron.rollout.conversation import Unit
 from gyre_megatron.rollout.output_parser import THINK_CLOSE, THINK_OPEN
+from gyre_megatron.rollout.routing import RoutingShape
 from gyre_megatron.rollout.template_proof import prove_or_degrade
 from gyre_megatron.rollout.token_text import TokenText
 from gyre_megatron.rollout.tool_formats import detect_format
@@ -55,14 +56,21 @@ class Renderer:
         tokens: Its tokenizer.
         tool_format: hermes, qwen3_coder, none, or auto.
         context_length: Tokens of prompt and answer together.
+        routing_shape: How the engine reports routed experts; None for a model without experts.
     """
 
     def __init__(
-        self, template: ChatTemplate, tokens: TokenText, tool_format: str = "auto", context_length: int = 32_768
+        self,
+        template: ChatTemplate,
+        tokens: TokenText,
+        tool_format: str = "auto",
+        context_length: int = 32_768,
+        routing_shape: RoutingShape | None = None,
     ) -> None:
         self.template = template
         self.tokens = tokens
         self.context_length = context_length
+        self.routing_shape = routing_shape
         self.tool_format = detect_format(template.source) if tool_format == "auto" else tool_format
         self._close_ids = tokens.encode(template.turn_close)
         if not len(self._close_ids) or int(self._close_ids[0]) not in tokens.special_ids:
@@ -93,7 +101,7 @@ class Renderer:
             if not config.unproven_template:
                 raise
             log.warning("serving an unproven chat template: %s", error)
-        return cls(template, tokens, config.tool_call_format, length)
+        return cls(template, tokens, config.tool_call_format, length, RoutingShape.from_config(model))
 
     def extend(self, forest: Forest, units: list[Unit]) -> Prompt:
         """Follow the forest as far as it goes and hang the units that are new."""

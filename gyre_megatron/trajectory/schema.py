@@ -92,10 +92,11 @@ def execution_from_row(row: tuple[Any, ...]) -> ExecutionRecord:
 def node_row(execution: int, attempt: int, node: Node) -> tuple[Any, ...]:
     """Values for (node_id, execution, attempt, parent, key, num_context, token_ids, ..., call_id)."""
     head = (node.node_id, execution, attempt, node.parent, node.key, node.num_context, node.token_ids.tobytes())
+    routes = _pack_routes(node.routed_experts)
     if not node.sampled:
-        return (*head, None, None, None, None, None)
+        return (*head, None, None, None, routes, None)
     versions = np.asarray(node.versions, np.int64).tobytes()
-    return (*head, node.logprobs.tobytes(), versions, node.temperature, _pack_routes(node.routed_experts), node.call_id)
+    return (*head, node.logprobs.tobytes(), versions, node.temperature, routes, node.call_id)
 
 
 def node_from_row(row: tuple[Any, ...]) -> Node:

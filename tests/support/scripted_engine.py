@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable
@@ -89,6 +90,7 @@ class ScriptedEngine:
         prompt, sampling, rid = body["input_ids"], body["sampling_params"], body["rid"]
         self.prompts.append(prompt)
         await response.prepare(request)
+        self._routed_from = body.get("routed_experts_start_len") if body.get("return_routed_experts") else None
         output: list[int] = []
         self.outputs.append(output)
         stops, limit = set(sampling.get("stop_token_ids") or ()), sampling["max_new_tokens"]
@@ -129,6 +131,10 @@ class ScriptedEngine:
             "weight_version": str(self.version),
             "output_token_logprobs": entries,
         }
+        if finish is not None and self._routed_from is not None:
+            positions = np.arange(self._routed_from, prompt_length + len(output) - 1, dtype=np.int32)
+            rows = np.repeat(positions, 2 * 2) * 10 + self.version  # 2 layers, 2 experts a token
+            meta["routed_experts"] = base64.b64encode(rows.astype(np.int32).tobytes()).decode()
         return b"data: " + orjson.dumps({"text": "", "output_ids": output[start:], "meta_info": meta}) + b"\n\n"
 
 
