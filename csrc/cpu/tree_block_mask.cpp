@@ -7,7 +7,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <tuple>
 #include <vector>
@@ -74,37 +73,59 @@ void scan_rows(const std::vector<ColumnBounds>& bounds, Row&& row) {
   }
 }
 
+// A table over memory that is either fresh or, where it is large enough, that of an earlier call.
 struct Table {
   at::Tensor counts, indices;
   int32_t *count, *index;
   int64_t width;
 
-  Table(int64_t rows, int64_t width_, const at::TensorOptions& options)
-      : counts(at::empty({1, 1, rows}, options)),
-        indices(at::empty({1, 1, rows, std::max<int64_t>(width_, 1)}, options)),
-        count(counts.mutable_data_ptr<int32_t>()),
-        index(indices.mutable_data_ptr<int32_t>()),
-        width(std::max<int64_t>(width_, 1)) {}
+  Table(int64_t rows, int64_t width_, const at::Tensor& like, at::Tensor& scratch) : width(std::max<int64_t>(width_, 1)) {
+    counts = take(rows, like, scratch).view({1, 1, rows});
+    indices = take(rows * width, like, scratch).view({1, 1, rows, width});
+    count = counts.mutable_data_ptr<int32_t>();
+    index = indices.mutable_data_ptr<int32_t>();
+  }
 
   int32_t* row(int64_t r) { return index + r * width; }
+
+  static at::Tensor take(int64_t size, const at::Tensor& like, at::Tensor& scratch) {
+    if (!scratch.defined() || scratch.numel() < size) return at::empty({size}, like.options());
+    auto taken = scratch.narrow(0, 0, size);
+    scratch = scratch.narrow(0, size, scratch.numel() - size);
+    return taken;
+  }
 };
+
+// Key blocks that each query block sees whole and in part, from the ends of the columns' intervals.
+std::pair<std::vector<int32_t>, std::vector<int32_t>> row_counts(const std::vector<ColumnBounds>& bounds) {
+  const size_t n = bounds.size();
+  std::vector<int32_t> whole(n + 2), partial(n + 2);
+  for (size_t j = 0; j < n; ++j) {
+    ++whole[j + 1], --whole[bounds[j].full_until];
+    ++partial[bounds[j].full_until], --partial[bounds[j].partial_until];
+  }
+  std::partial_sum(whole.begin(), whole.end(), whole.begin());
+  std::partial_sum(partial.begin(), partial.end(), partial.begin());
+  return {whole, partial};
+}
 
 // Key-value tables: one row per query block held here.
 std::pair<Table, Table> key_tables(const std::vector<ColumnBounds>& bounds, const std::vector<int32_t>& held,
-                                   const at::TensorOptions& options) {
-  size_t most_partial = 0, most_whole = 0;
-  scan_rows(bounds, [&](int32_t, const auto& whole, const auto& partial) {
-    most_partial = std::max(most_partial, partial.size() + 1);
-    most_whole = std::max(most_whole, whole.size());
-  });
-  Table some(held.size(), most_partial, options), all(held.size(), most_whole, options);
+                                   const at::Tensor& like, at::Tensor& scratch) {
+  const auto [whole_counts, partial_counts] = row_counts(bounds);
+  int32_t most_partial = 0, most_whole = 0;
+  for (const int32_t i : held) {
+    most_partial = std::max(most_partial, partial_counts[i] + 1);
+    most_whole = std::max(most_whole, whole_counts[i]);
+  }
+  Table some(held.size(), most_partial, like, scratch), all(held.size(), most_whole, like, scratch);
   size_t r = 0;
   scan_rows(bounds, [&](int32_t i, const auto& whole, const auto& partial) {
     if (r == held.size() || held[r] != i) return;
     std::copy(partial.begin(), partial.end(), some.row(r));
     some.row(r)[partial.size()] = i;
     some.count[r] = static_cast<int32_t>(partial.size()) + 1;
-    if (!whole.empty()) std::memcpy(all.row(r), whole.data(), whole.size() * sizeof(int32_t));
+    std::copy(whole.begin(), whole.end(), all.row(r));
     all.count[r++] = static_cast<int32_t>(whole.size());
   });
   return {some, all};
@@ -112,7 +133,7 @@ std::pair<Table, Table> key_tables(const std::vector<ColumnBounds>& bounds, cons
 
 // Query tables: one row per key block, in local numbers of the query blocks held here.
 std::pair<Table, Table> query_tables(const std::vector<ColumnBounds>& bounds, const std::vector<int32_t>& held,
-                                     const at::TensorOptions& options) {
+                                     const at::Tensor& like, at::Tensor& scratch) {
   const auto n = static_cast<int32_t>(bounds.size());
   std::vector<int32_t> place(n + 1);  // query blocks held before block i
   for (int32_t i = 0, r = 0; i <= n; ++i) {
@@ -126,7 +147,7 @@ std::pair<Table, Table> query_tables(const std::vector<ColumnBounds>& bounds, co
     most_whole = std::max(most_whole, whole(j).last - whole(j).first);
     most_partial = std::max(most_partial, 1 + partial(j).last - partial(j).first);
   }
-  Table some(n, most_partial, options), all(n, most_whole, options);
+  Table some(n, most_partial, like, scratch), all(n, most_whole, like, scratch);
   for (int32_t j = 0; j < n; ++j) {
     int32_t* out = some.row(j);
     if (place[j] < place[j + 1]) *out++ = place[j];  // the diagonal
@@ -140,7 +161,8 @@ std::pair<Table, Table> query_tables(const std::vector<ColumnBounds>& bounds, co
 }
 
 Tables tree_block_mask(const at::Tensor& starts, const at::Tensor& ends, const at::Tensor& subtree_ends,
-                       int64_t num_tokens, int64_t block, const std::optional<at::Tensor>& query_blocks) {
+                       int64_t num_tokens, int64_t block, const std::optional<at::Tensor>& query_blocks,
+                       const std::optional<at::Tensor>& scratch) {
   check(starts, ends, subtree_ends, num_tokens, block);
   const auto num_blocks = static_cast<int32_t>((num_tokens + block - 1) / block);
   std::vector<int32_t> held(num_blocks);
@@ -152,8 +174,9 @@ Tables tree_block_mask(const at::Tensor& starts, const at::Tensor& ends, const a
                       "query_blocks must be ascending block numbers below ", num_blocks);
   }
   const auto bounds = bounds_of(starts, ends, subtree_ends, num_blocks, static_cast<int32_t>(block));
-  auto [some_keys, all_keys] = key_tables(bounds, held, starts.options());
-  auto [some_queries, all_queries] = query_tables(bounds, held, starts.options());
+  at::Tensor memory = scratch.has_value() ? *scratch : at::Tensor();
+  auto [some_keys, all_keys] = key_tables(bounds, held, starts, memory);
+  auto [some_queries, all_queries] = query_tables(bounds, held, starts, memory);
   return {some_keys.counts,    some_keys.indices,    all_keys.counts,    all_keys.indices,
           some_queries.counts, some_queries.indices, all_queries.counts, all_queries.indices};
 }
@@ -163,7 +186,7 @@ Tables tree_block_mask(const at::Tensor& starts, const at::Tensor& ends, const a
 TORCH_LIBRARY_FRAGMENT(gyre, m) {
   m.def(
       "tree_block_mask(Tensor starts, Tensor ends, Tensor subtree_ends, int num_tokens, int block, "
-      "Tensor? query_blocks) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "Tensor? query_blocks, Tensor? scratch) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(gyre, CPU, m) { m.impl("tree_block_mask", tree_block_mask); }

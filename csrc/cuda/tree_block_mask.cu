@@ -85,7 +85,8 @@ int64_t grid(int64_t items, int64_t per_block) { return (items + per_block - 1) 
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
 tree_block_mask(const at::Tensor& starts, const at::Tensor& ends, const at::Tensor& subtree_ends, int64_t num_tokens,
-                int64_t block, const std::optional<at::Tensor>& query_blocks) {
+                int64_t block, const std::optional<at::Tensor>& query_blocks, const std::optional<at::Tensor>& scratch) {
+  TORCH_CHECK_VALUE(!scratch.has_value(), "scratch is for CPU; torch's CUDA allocator already keeps freed memory");
   for (const auto* t : {&starts, &ends, &subtree_ends})
     TORCH_CHECK_VALUE(t->is_cuda() && t->dim() == 1 && t->scalar_type() == at::kInt && t->is_contiguous(),
                       "tree_block_mask takes contiguous int32 [nodes] on one device; found ", t->sizes());

@@ -17,18 +17,24 @@ Tables = tuple[torch.Tensor, ...]
 
 
 def tree_block_tables(
-    nodes: torch.Tensor, num_tokens: int, block: int = 128, query_blocks: torch.Tensor | None = None
+    nodes: torch.Tensor,
+    num_tokens: int,
+    block: int = 128,
+    query_blocks: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> Tables:
     """Block tables of a packed tree, on the device of `nodes`.
 
     Args:
         nodes: int32 [3, M]: starts, ends, subtree_ends in DFS order, covering all tokens.
         query_blocks: int [R]; ascending numbers of the query blocks held here (context parallelism); None holds all.
+        scratch: int32 [n] on CPU; memory for the tables, whose earlier tables are no longer needed: fresh pages cost
+            more than the work. What does not fit is allocated.
 
     Raises:
         ValueError: nodes do not cover the tokens in DFS order (checked on CPU).
     """
-    return torch.ops.gyre.tree_block_mask(*nodes.contiguous().unbind(0), num_tokens, block, query_blocks)
+    return torch.ops.gyre.tree_block_mask(*nodes.contiguous().unbind(0), num_tokens, block, query_blocks, scratch)
 
 
 def tree_block_mask(

@@ -216,7 +216,10 @@ STEP_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout"), STEP_LAYOUTS, ids=["tp2", "ep2", "pp2", "hybrid_tp2", "hybrid_cp2", "dp2_distributed"])
+STEP_IDS = ["tp2", "ep2", "pp2", "hybrid_tp2", "hybrid_cp2", "dp2_distributed"]
+
+
+@pytest.mark.parametrize(("kind", "layout"), STEP_LAYOUTS, ids=STEP_IDS)
 def test_three_steps_equal_one_rank(kind: str, layout: dict, ranks, checkpoints) -> None:
     """Clipping, Adam and weight decay give the same weights in every layout."""
     bins = some_bins(budget=300)
