@@ -43,12 +43,14 @@ async def running_proxy(
     template: str = "chatml",
     config: RolloutConfig | None = None,
     context_length: int = 8192,
+    checkpoint: Path | None = None,
 ) -> AsyncIterator[RunningProxy]:
-    """Serve until the block ends."""
+    """Serve until the block ends; without a checkpoint one with `template` and no weights is made."""
     config = config or RolloutConfig()
     store = TrajectoryStore(folder / "store.sqlite")
     router = Router(config.router)
-    renderer = Renderer.from_checkpoint(make_checkpoint(folder / "checkpoint", template, context_length), config.proxy)
+    checkpoint = checkpoint or make_checkpoint(folder / "checkpoint", template, context_length)
+    renderer = Renderer.from_checkpoint(checkpoint, config.proxy)
     for cell_id, engine in enumerate(engines):
         router.add_engine(cell_id, engine.url, capacity=16)
     app = create_proxy_app(store, router, renderer, config)
