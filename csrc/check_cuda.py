@@ -35,7 +35,14 @@ def main() -> int:
         return 1
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
-        flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-diag-suppress=20012,20013,20014,20015"]
+        flags = [
+            "-std=c++20",
+            "-O3",
+            "--expt-relaxed-constexpr",
+            "-Werror",
+            "all-warnings",
+            "-diag-suppress=20012,20013,20014,20015",
+        ]
         flags += include_folders(Path(scratch))
         for source in sorted((ROOT / "cuda").glob("*.cu")):
             for architecture in ARCHITECTURES:

@@ -1,7 +1,7 @@
 """SGLang's own model classes built without memory for one tensor-parallel rank, and their probed geometry.
 
-`python -m tests.support.sglang_meta CHECKPOINT TP EP OUT [DP_ATTENTION]` writes each rank's tensors and pieces as
-JSON, one process per rank forked after the imports.
+`python -m tests.support.sglang_meta OUT CHECKPOINT:TP:EP:DP_ATTENTION ...` writes the first and last rank's tensors and
+pieces as OUT/<case number>-<rank>.json, each in a process forked after the imports.
 """
 
 from __future__ import annotations
@@ -91,21 +91,24 @@ def geometry(checkpoint: str, tp: int, rank: int, ep: int = 1, dp: int = 1) -> d
 
 
 def _rank(checkpoint: str, tp: int, rank: int, ep: int, dp: int, out: Path) -> None:
-    (out / f"{rank}.json").write_text(json.dumps(geometry(checkpoint, tp, rank, ep, dp)))
+    out.write_text(json.dumps(geometry(checkpoint, tp, rank, ep, dp)))
 
 
-def main(checkpoint: str, tp: int, ep: int, out: str, dp: int = 1) -> None:
+def main(out: Path, cases: list[str]) -> None:
     _import_sglang()
     context = multiprocessing.get_context("fork")
-    for rank in range(tp):
-        process = context.Process(target=_rank, args=(checkpoint, tp, rank, ep, dp, Path(out)))
-        process.start()
-        process.join(60)
-        if process.exitcode != 0:
-            process.kill()
-            sys.exit(f"rank {rank} of {tp} failed with exit code {process.exitcode}")
+    for number, case in enumerate(cases):
+        checkpoint, tp, ep, dp = case.split(":")
+        for rank in sorted({0, int(tp) - 1}):  # the first and the last: where padding and replication show
+            arguments = (checkpoint, int(tp), rank, int(ep), int(dp), out / f"{number}-{rank}.json")
+            process = context.Process(target=_rank, args=arguments)
+            process.start()
+            process.join(60)
+            if process.exitcode != 0:
+                process.kill()
+                sys.exit(f"rank {rank} of {case} failed with exit code {process.exitcode}")
 
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]) if len(sys.argv) > 5 else 1)
+    main(Path(sys.argv[1]), sys.argv[2:])
