@@ -111,9 +111,7 @@ class ProcessorConfig(Section):
 
     max_trajectories: int = Field(5, gt=0)
     """J_max: branches chosen from one execution (the paper's default)."""
-    role_priority: list[Role] = Field(
-        default_factory=lambda: ["main", "main_summary", "sub_agent", "sub_agent_summary"]
-    )
+    role_priority: tuple[Role, ...] = ("main", "main_summary", "sub_agent", "sub_agent_summary")
     """Classes in the order they are drawn from; roles not listed never train."""
     advantage: Literal["mean_std", "mean"] = "mean_std"
     """mean_std divides by the group's standard deviation (GRPO); mean only centres (Dr. GRPO)."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from gyre_megatron.rollout.router import Router
 from gyre_megatron.rollout.routing import RouteRecorder
 from gyre_megatron.rollout.session import Session
 from gyre_megatron.rollout.token_text import TokenDecoder
-from gyre_megatron.trajectory.records import Call, Node
+from gyre_megatron.trajectory.records import Call, CallState, Node
 from gyre_megatron.trajectory.store import TrajectoryStore
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class RunningCall:
 
     # for the harness --------------------------------------------------------------------------------------------------
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; opens at once and pings while nothing comes."""
         writer = self._dialect.writer(self._request, self.answer)
         queue: _Events = asyncio.Queue()
@@ -174,7 +174,7 @@ class RunningCall:
 
     # the work ---------------------------------------------------------------------------------------------------------
 
-    async def _parts(self) -> AsyncIterator[list[OutputEvent]]:
+    async def _parts(self) -> AsyncGenerator[list[OutputEvent], None]:
         request = GenerateRequest(
             self._prompt.token_ids,
             self._sampling,
@@ -224,7 +224,7 @@ class RunningCall:
         else:
             answer.finish_reason = "length" if finish == "length" else "stop"
 
-    async def _commit(self, state: str) -> None:
+    async def _commit(self, state: CallState) -> None:
         prompt, forest, store = self._prompt, self._session.forest, self._context.store
         node = self._make_node()
         nodes = [*forest.unsaved(prompt.parent), node]
@@ -278,7 +278,7 @@ class RunningCall:
             start=prompt.parent.end,
         )
 
-    def _make_call(self, node: Node, state: str) -> Call:
+    def _make_call(self, node: Node, state: CallState) -> Call:
         return Call(
             call_id=self.answer.call_id,
             execution_id=self._session.execution_id,

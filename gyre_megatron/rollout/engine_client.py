@@ -7,7 +7,7 @@ before it stays with the caller.
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,7 @@ class EngineClient:
             total=None, sock_connect=config.connect_timeout_s, sock_read=config.stall_timeout_s
         )
 
-    async def stream(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TokenChunk]:
+    async def stream(self, request: GenerateRequest, request_id: str) -> AsyncGenerator[TokenChunk, None]:
         """Generate; the last chunk has `finish`.
 
         Raises:
@@ -139,7 +139,7 @@ def _body(request: GenerateRequest, request_id: str) -> bytes:
     return orjson.dumps(head)[:-1] + b',"input_ids":' + ids + b"}"
 
 
-async def _messages(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def _messages(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, Any], None]:
     buffer = b""
     async for data in response.content.iter_any():
         buffer += data

@@ -86,7 +86,8 @@ async def _pytest(task: Task, workspace: Path, timeout_s: float, environment: di
 
 
 def _outcomes(lines: list[str], nonce: str) -> tuple[set[str], set[str]]:
-    passed, failed = set(), set()
+    passed: set[str] = set()
+    failed: set[str] = set()
     for line in lines:
         found, when, outcome, test = [*line.split(" ", 3), "", "", "", ""][:4]
         if found == nonce:

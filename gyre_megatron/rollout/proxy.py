@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import orjson
@@ -207,7 +207,7 @@ def _whole(text: str | None) -> int:
     return int(text) if text and text.isascii() and text.isdigit() else 0
 
 
-async def _holding(holder: Any, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _holding(holder: Any, stream: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """Keep the session in memory until the stream has ended."""
     try:
         async for data in stream:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 
 import aiohttp
@@ -140,7 +140,7 @@ class Router:
 
     # calls -----------------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Tokens of one call, whatever happens to engines; the last chunk's finish is stop or length.
 
         Raises:
@@ -183,7 +183,7 @@ class Router:
             if not leg.leaving:
                 await asyncio.sleep(min(self._config.backoff_s * failures, 2.0))
 
-    async def _leg_chunks(self, engine: Engine, leg: _Leg, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    async def _leg_chunks(self, engine: Engine, leg: _Leg, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Chunks of one engine until it finishes, aborts, or the leg has left and its grace has passed."""
         stream = engine.client.stream(request, leg.request_id)
         try:

@@ -50,19 +50,12 @@ class Workspace:
 
     def remove(self) -> None:
         """Delete everything, also what the harness made unreadable."""
+        for directory, names, _ in os.walk(self.root, onerror=None):
+            for name in names:
+                if not (child := Path(directory, name)).is_symlink():
+                    child.chmod(stat.S_IRWXU)
         if self.root.exists():
-            shutil.rmtree(self.root, onexc=_make_writable) if _HAS_ONEXC else shutil.rmtree(
-                self.root, onerror=lambda function, path, _: _make_writable(function, path, None)
-            )
-
-
-_HAS_ONEXC = "onexc" in shutil.rmtree.__kwdefaults__ if shutil.rmtree.__kwdefaults__ else False
-
-
-def _make_writable(function: object, path: str, _: object) -> None:
-    os.chmod(os.path.dirname(path), stat.S_IRWXU)
-    os.chmod(path, stat.S_IRWXU, follow_symlinks=False) if not os.path.islink(path) else None
-    function(path)  # type: ignore[operator]
+            shutil.rmtree(self.root)
 
 
 def copy_contained(source: Path, target: Path, max_bytes: int = 2 << 30, max_entries: int = 200_000) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class PackedBin:
     def empty(cls) -> PackedBin:
         """A bin without tokens, for a data-parallel replica that has nothing left to do."""
         ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        kinds = {f.name: floats if f.name in _FLOAT_FIELDS else ints for f in fields(cls)}
+        kinds: dict[str, Any] = {f.name: floats if f.name in _FLOAT_FIELDS else ints for f in fields(cls)}
         return cls(
             **(kinds | {"trajectory_roles": np.zeros(0, "<U1"), "bin_weight": np.float32(0), "routed_experts": None})
         )
@@ -252,11 +252,11 @@ class _Writer:
     """Collects the columns of one bin."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list[np.ndarray]] = {f.name: [] for f in fields(PackedBin)}
+        self.columns: dict[str, list[Any]] = {f.name: [] for f in fields(PackedBin)}
         self.cursor = 0
         self.num_trajectories = 0
 
-    def add(self, **columns: np.ndarray) -> None:
+    def add(self, **columns: np.ndarray | None) -> None:
         for name, values in columns.items():
             self.columns[name].append(values)
 
@@ -338,9 +338,7 @@ def _build_bin(items: list[_Item], scales: list[float], shares: np.ndarray) -> P
     writer = _Writer()
     for item in sorted(items, key=lambda it: (it.execution, it.trajectories)):
         writer.add_item(item, scales[item.execution])
-    packed: dict[str, np.ndarray | None] = {
-        "bin_weight": np.float32(sum(item.num_tokens * shares[item.execution] for item in items))
-    }
+    packed: dict[str, Any] = {"bin_weight": np.float32(sum(item.num_tokens * shares[item.execution] for item in items))}
     for name, parts in writer.columns.items():
         if name == "routed_experts":
             packed[name] = writer.routed_experts()
@@ -349,4 +347,4 @@ def _build_bin(items: list[_Item], scales: list[float], shares: np.ndarray) -> P
         elif name != "bin_weight":
             kind = np.float32 if name in _FLOAT_FIELDS else np.int32
             packed[name] = np.concatenate([np.asarray(p) for p in parts] or [np.zeros(0)]).astype(kind)
-    return PackedBin(**packed)  # type: ignore[arg-type]
+    return PackedBin(**packed)

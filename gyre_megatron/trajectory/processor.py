@@ -74,9 +74,8 @@ def process_group(store: TrajectoryStore, group_id: str, config: ProcessorConfig
     unfinished = [e.execution_id for e in executions if e.state != "finished"]
     if unfinished:
         raise TrajectoryError(f"group {group_id} cannot be processed: {unfinished} have not finished")
-    rewarded = [e for e in executions if e.outcome is not None and e.outcome.reward is not None]
-    rewards = np.asarray([e.outcome.reward for e in rewarded], np.float64)
-    advantages = dict(zip([e.execution_id for e in rewarded], group_advantages(rewards, config), strict=True))
+    rewards = {e.execution_id: float(e.outcome.reward) for e in executions if e.outcome and e.outcome.reward is not None}
+    advantages = dict(zip(rewards, group_advantages(np.asarray(list(rewards.values())), config), strict=True))
     trees, accounts = [], Conservation()
     for execution in executions:
         tree, counts = _process_execution(store, execution, advantages.get(execution.execution_id), config)
@@ -85,8 +84,7 @@ def process_group(store: TrajectoryStore, group_id: str, config: ProcessorConfig
         if tree is not None:
             trees.append(tree)
     accounts.check(f"group {group_id}")
-    by_id = {e.execution_id: float(reward) for e, reward in zip(rewarded, rewards, strict=True)}
-    return ProcessedGroup(group_id, trees, accounts, by_id, len(executions) - len(rewarded))
+    return ProcessedGroup(group_id, trees, accounts, rewards, len(executions) - len(rewards))
 
 
 def group_advantages(rewards: np.ndarray, config: ProcessorConfig) -> list[float]:
@@ -161,11 +159,7 @@ class Branches:
         captured = int(path_sums(self.parents, self._lengths)[self.leaves].sum()) if self.leaves else 0
         passes = self._num_leaves_below()
         on_chosen = np.zeros(len(self.nodes), bool)
-        for leaf in chosen_leaves:
-            node = leaf
-            while node >= 0 and not on_chosen[node]:
-                on_chosen[node] = True
-                node = self.parents[node]
+        on_chosen[sorted(_ancestors(self.parents, chosen_leaves))] = True
         trained = shared = context = dropped = 0
         for index, node in enumerate(self.nodes):
             length, sampled = len(node.token_ids), len(node.logprobs)

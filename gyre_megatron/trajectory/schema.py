@@ -86,7 +86,7 @@ def group_from_row(row: tuple[Any, ...]) -> GroupRecord:
 def execution_from_row(row: tuple[Any, ...]) -> ExecutionRecord:
     """Columns: EXECUTION_COLUMNS."""
     outcome = Outcome(row[5], row[6], json.loads(row[7] or "{}")) if row[5] else None
-    return ExecutionRecord(*row[:5], outcome, *row[8:])
+    return ExecutionRecord(row[0], row[1], row[2], row[3], row[4], outcome, row[8], row[9])
 
 
 def node_row(execution: int, attempt: int, node: Node) -> tuple[Any, ...]:
@@ -127,7 +127,9 @@ def call_row(execution: int, call: Call) -> tuple[Any, ...]:
 
 def call_from_row(execution_id: str, attempt: int, row: tuple[Any, ...]) -> Call:
     """Columns: CALL_COLUMNS."""
-    return Call(row[0], execution_id, attempt, *row[1:11], json.loads(row[11]))
+    names = CALL_COLUMNS.replace(" ", "").split(",")
+    fields = dict(zip(names, row, strict=True))
+    return Call(execution_id=execution_id, attempt=attempt, **{**fields, "meta": json.loads(fields["meta"])})
 
 
 def _pack_routes(routes: np.ndarray | None) -> bytes | None:

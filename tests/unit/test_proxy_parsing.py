@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def parse(
     parser = OutputParser(tool_format, TOOLS, **options)
     events: list[OutputEvent] = []
     edges = [0, *sorted(cuts or []), len(text)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         events += parser.feed(text[start:end])
     events += parser.finish()
     joined: list[OutputEvent] = []
@@ -147,7 +148,7 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
     text = file.read_text()
     if '"Fuse"' not in text:
         file.write_text(text.replace('"type": "ByteLevel"', '"type": "Fuse"'))
-    with pytest.raises(TemplateError, match="byte-level BPE|could not"):
+    with pytest.raises(TemplateError, match="byte-level BPE"):
         TokenText(tmp_path)
 
 

@@ -37,7 +37,7 @@ class AnthropicMessages:
 
     def parse(self, body: dict[str, Any]) -> CallRequest:
         """See Dialect.parse."""
-        thinking = body.get("thinking") if isinstance(body.get("thinking"), dict) else {}
+        thinking = base.options(body, "thinking")
         return CallRequest(
             dialect=self.name,
             model=base.text_of(body.get("model"), "model"),

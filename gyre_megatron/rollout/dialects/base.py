@@ -172,6 +172,12 @@ def entries(value: Any, name: str) -> list[dict[str, Any]]:
     return value
 
 
+def options(body: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object of options; empty where absent or of another type, which some clients send."""
+    value = body.get(name)
+    return value if isinstance(value, dict) else {}
+
+
 def blocks(content: Any, name: str, text_types: Iterable[str] = ("text",)) -> list[dict[str, Any]]:
     """Content given as a string or a list of blocks (bare strings allowed), as a list of blocks."""
     if isinstance(content, str):

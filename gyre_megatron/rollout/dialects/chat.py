@@ -23,7 +23,7 @@ class ChatCompletions:
         """See Dialect.parse."""
         if body.get("n") not in (None, 1):
             raise BadRequest("n: only one choice is served per call; send the request again for another answer")
-        options = body.get("stream_options") if isinstance(body.get("stream_options"), dict) else {}
+        options = base.options(body, "stream_options")
         limit = base.whole(body, "max_completion_tokens")
         return CallRequest(
             dialect=self.name,

@@ -141,7 +141,7 @@ class ResponsesWriter:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._sequence += 1
-        extra = {"logprobs": []} if kind.startswith("response.output_text.") else {}
+        extra: dict[str, Any] = {"logprobs": []} if kind.startswith("response.output_text.") else {}
         return sse({"type": kind, "sequence_number": self._sequence - 1, **fields, **extra}, kind)
 
 
