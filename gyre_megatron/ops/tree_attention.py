@@ -34,7 +34,7 @@ def tree_pieces(
     chains = _chains(node_starts, node_ends, subtree_ends)
     num_tokens = int(node_ends[-1]) if len(node_ends) else 0
     spans = np.array([[0, num_tokens]]) if intervals is None else np.asarray(intervals).reshape(-1, 2)
-    pieces = []
+    pieces: list[tuple[int, int, int, int, int]] = []
     offset = 0
     for first, last in spans.tolist():
         for start, end, cuts in chains:

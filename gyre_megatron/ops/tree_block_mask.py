@@ -5,12 +5,19 @@ Nothing of size tokens x tokens or blocks x blocks is ever tested; tables are as
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from gyre_megatron.ops import library  # noqa: F401  (registers torch.ops.gyre)
 from gyre_megatron.ops.tree_attention import visibility
+
+_FIELDS = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+)
 
 Tables = tuple[torch.Tensor, ...]
 """Counts and indices of kv, of full kv, then the same four of queries; int32 [1, 1, rows(, width)]."""
@@ -59,7 +66,8 @@ def tree_block_mask(
         def visible(b, h, q, k):
             return (k <= position[q]) & (position[q] < until[k])
 
-    return BlockMask((rows, num_tokens), *tables, BLOCK_SIZE=(block, block), mask_mod=visible)
+    fields: dict[str, Any] = dict(zip(_FIELDS, tables, strict=True))
+    return BlockMask((rows, num_tokens), **fields, BLOCK_SIZE=(block, block), mask_mod=visible)
 
 
 def subtree_end_of_tokens(nodes: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -74,7 +82,7 @@ def tree_block_tables_reference(
     """The plain form, from the dense mask: rows of kv, full kv, q and full q indices."""
     padded = -(-num_tokens // block) * block
     dense = torch.zeros(padded, padded, dtype=torch.bool)
-    dense[:num_tokens, :num_tokens] = visibility(*nodes, num_tokens)
+    dense[:num_tokens, :num_tokens] = visibility(nodes[0], nodes[1], nodes[2], num_tokens)
     tiles = dense.unflatten(1, (-1, block)).unflatten(0, (-1, block)).transpose(1, 2)
     some, every = tiles.any(dim=(-1, -2)), tiles.all(dim=(-1, -2))
     if query_blocks is not None:

@@ -14,7 +14,7 @@ class GroupStepAdam(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=True))
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure=None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             if group["params"]:
@@ -28,7 +28,7 @@ class GroupStepAdam(torch.optim.Optimizer):
             if "exp_avg" not in self.state[p]:
                 self.state[p]["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
                 self.state[p]["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
-        grads = [p.grad.float() for p in params]
+        grads = [p.grad.float() for p in params if p.grad is not None]
         means = [self.state[p]["exp_avg"] for p in params]
         squares = [self.state[p]["exp_avg_sq"] for p in params]
         (beta1, beta2), step, lr = group["betas"], group["step"], group["lr"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _state(chunks: list[torch.nn.Module], optimizer, schedule, *, is_loading: bool) -> dict[str, Any]:
+def _sharded(chunk: Any) -> dict[str, Any]:
+    return chunk.sharded_state_dict(metadata=_metadata())
+
+
+def _state(chunks: Sequence[torch.nn.Module], optimizer, schedule, *, is_loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {
-        f"model{i}" if len(chunks) > 1 else "model": chunk.sharded_state_dict(metadata=_metadata())
-        for i, chunk in enumerate(chunks)
+        f"model{i}" if len(chunks) > 1 else "model": _sharded(chunk) for i, chunk in enumerate(chunks)
     }
     if optimizer is not None:
         models = {k: v for k, v in state.items() if k.startswith("model")}
@@ -33,12 +37,12 @@ def _state(chunks: list[torch.nn.Module], optimizer, schedule, *, is_loading: bo
     return state
 
 
-def save(directory: str | Path, chunks: list[torch.nn.Module], optimizer, schedule) -> None:
+def save(directory: str | Path, chunks: Sequence[torch.nn.Module], optimizer, schedule) -> None:
     """Collective over the cell; the directory must exist and be empty."""
     dist_checkpointing.save(_state(chunks, optimizer, schedule, is_loading=False), str(directory))
 
 
-def load(directory: str | Path, chunks: list[torch.nn.Module], optimizer, schedule) -> None:
+def load(directory: str | Path, chunks: Sequence[torch.nn.Module], optimizer, schedule) -> None:
     """Collective over the cell; a cell without an optimizer reads the weights alone.
 
     Raises:

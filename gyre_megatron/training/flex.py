@@ -24,12 +24,12 @@ def _compiled():
 def block_mask_of(params: TreeParams, device: torch.device) -> BlockMask:
     """The bin's BlockMask, made once per micro-step and shared by all layers."""
     if "block_mask" not in params.cache:
-        nodes = torch.from_numpy(params.nodes.astype(np.int32)).to(device)
+        nodes = torch.from_numpy(np.stack(params.nodes).astype(np.int32)).to(device)
         held = None
         if params.order is not None:
             blocks = [np.arange(first // FLEX_BLOCK, last // FLEX_BLOCK) for first, last in params.intervals.tolist()]
             held = torch.from_numpy(np.concatenate(blocks)).to(device)
-        params.cache["block_mask"] = tree_block_mask(nodes, int(params.nodes[1, -1]), FLEX_BLOCK, held)
+        params.cache["block_mask"] = tree_block_mask(nodes, int(params.nodes[1][-1]), FLEX_BLOCK, held)
     return params.cache["block_mask"]
 
 

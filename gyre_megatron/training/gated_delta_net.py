@@ -59,11 +59,13 @@ class TreeGatedDeltaNet(megatron_gdn.GatedDeltaNet):
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp == 1:
             return self._recur(columns, self._parameters_of(1, 0), params)
+        order = params.order
+        assert order is not None
         shares = [torch.cat([c.chunk(cp, dim=-1)[r] for c in columns], dim=-1) for r in range(cp)]
-        whole = _exchange(torch.stack(shares), self.cp_group).flatten(0, 1).index_select(0, params.order)
+        whole = _exchange(torch.stack(shares), self.cp_group).flatten(0, 1).index_select(0, order)
         whole = whole.split([c.shape[-1] // cp for c in columns], dim=-1)
         out = self._recur(whole, self._parameters_of(cp, rank), params)
-        by_rank = torch.empty_like(out).index_copy(0, params.order, out)
+        by_rank = torch.empty_like(out).index_copy(0, order, out)
         local = _exchange(by_rank.unflatten(0, (cp, -1)), self.cp_group)  # [cp, t, heads / cp, size]
         return local.transpose(0, 1).flatten(1, 2)
 

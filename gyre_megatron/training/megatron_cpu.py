@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import queue
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,8 @@ class _Stream:
 
 def _cuda_runtime() -> None:
     """Assumes a current CUDA device, streams, events, memory statistics and profiler ranges."""
-    cuda, stream = torch.cuda, _Stream()
+    cuda: Any = torch.cuda
+    stream = _Stream()
     cuda.current_device = lambda: CPU  # only ever used as `device=torch.cuda.current_device()`
     for name in ("set_device", "synchronize", "empty_cache"):
         setattr(cuda, name, lambda *args, **kwargs: None)

@@ -93,9 +93,9 @@ def _layout(config: TrainingConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def _no_fusion() -> dict[str, Any]:
     """Fused kernels that exist only with apex or Transformer Engine."""
-    names = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
-    names += ("apply_rope_fusion", "persist_layer_norm", "cross_entropy_loss_fusion", "deallocate_pipeline_outputs")
-    return dict.fromkeys(names, False)
+    fused = ["gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"]
+    fused += ["apply_rope_fusion", "persist_layer_norm", "cross_entropy_loss_fusion", "deallocate_pipeline_outputs"]
+    return dict.fromkeys(fused, False)
 
 
 def _recompute(config: TrainingConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ class RMSNorm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma if zero_centered is None else zero_centered
         initial = torch.zeros if self.zero_centered else torch.ones
         self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is summed over tensor-parallel ranks
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron sums its gradient)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
@@ -25,5 +25,5 @@ class RMSNorm(torch.nn.Module):
 class PlainRMSNorm(RMSNorm):
     """Never zero-centred: the output norm of a Gated DeltaNet layer."""
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, zero_centered=False, **kwargs)
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_) -> None:
+        super().__init__(config, hidden_size, eps, zero_centered=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -46,7 +46,7 @@ def parameter_buffers_of(wrapped: Iterable[DistributedDataParallel]) -> list[tor
     return [b for b in buffers if b is not None]
 
 
-def named_parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Names as the weights room knows them: `<chunk>.<name in the chunk>`."""
     for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():

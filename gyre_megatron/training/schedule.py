@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -18,7 +19,7 @@ from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.training.tree_batch import FLEX_BLOCK, TreeBatch, make_batch, padded_length
 from gyre_megatron.trajectory.packing import PackedBin
 
-LossFunction = Callable[[TreeBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+LossFunction = Callable[[TreeBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(batch, statistics [3, E]) -> (loss with gradient, what to keep)."""
 
 

@@ -32,7 +32,7 @@ class TreeParams(PackedSeqParams):
 
     Attributes:
         positions: int64 [T]; depth on the path, for rotary embeddings.
-        nodes: int32 [3, M] numpy: starts, ends, subtree_ends over all context-parallel ranks' tokens.
+        nodes: int32 [M] numpy each: starts, ends, subtree_ends over all context-parallel ranks' tokens.
         intervals: int64 [n, 2] numpy; global token intervals held here.
         order: int64 [S] or None; row of the gathered (rank by rank) tokens that holds each global token.
         padding: bool [T / sp]; True where a token is padding, on this rank's sequence-parallel share.
@@ -42,7 +42,7 @@ class TreeParams(PackedSeqParams):
     """
 
     positions: torch.Tensor = None  # type: ignore[assignment]
-    nodes: np.ndarray = None  # type: ignore[assignment]
+    nodes: tuple[np.ndarray, np.ndarray, np.ndarray] = None  # type: ignore[assignment]
     intervals: np.ndarray = None  # type: ignore[assignment]
     order: torch.Tensor | None = None
     padding: torch.Tensor = None  # type: ignore[assignment]
@@ -174,12 +174,12 @@ def _edges(bin_: PackedBin, kept: np.ndarray, device: torch.device) -> EdgeBatch
     )
 
 
-def _with_padding_node(bin_: PackedBin, length: int) -> np.ndarray:
+def _with_padding_node(bin_: PackedBin, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Nodes with one root for all padding, so that padded queries see something and nobody sees them."""
-    nodes = np.stack([bin_.node_starts, bin_.node_ends, bin_.subtree_ends])
+    starts, ends, subtree_ends = bin_.node_starts, bin_.node_ends, bin_.subtree_ends
     if length == bin_.num_tokens:
-        return nodes
-    return np.concatenate([nodes, [[bin_.num_tokens], [length], [length]]], axis=1)
+        return starts, ends, subtree_ends
+    return np.append(starts, bin_.num_tokens), np.append(ends, length), np.append(subtree_ends, length)
 
 
 def _assign_blocks(positions: np.ndarray, cp: int, block: int) -> list[np.ndarray]:
