@@ -58,7 +58,7 @@ def make(kind: str, store: dist.Store, rank: int, n: int, folder: str, name: str
     if kind == "mooncake":
         from gyre_megatron.weights.transports.mooncake import MooncakeTransport
 
-        return MooncakeTransport(store, rank, n, **common)
+        return MooncakeTransport(store, rank, n, **{**common, "timeout_s": 30.0})
     return CollectiveTransport(store, rank, n, **common)
 
 

@@ -12,7 +12,6 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -67,6 +66,8 @@ class Endpoint:
             TransferError: the peer is gone or too slow; `target` must not be used again.
         """
         batch = self._engine.batch_transfer_async_read(session, [target.data_ptr()], [address], [nbytes])
+        if batch <= 0:  # asking for the state of a batch that was never submitted crashes the process
+            raise TransferError(f"reading {nbytes} bytes from {session} was refused at once; the peer is gone")
         deadline, pause = time.monotonic() + timeout_s, 5e-5
         while (state := self._engine.transfer_check_status(batch)) == 0 and time.monotonic() < deadline:
             time.sleep(pause)
@@ -138,17 +139,17 @@ class MooncakeTransport(Transport):
 
     def wait(self, key: str, what: str) -> bytes:
         """The value that a peer sets under `key`, which is then deleted."""
-        deadline = time.monotonic() + self.timeout_s
-        while time.monotonic() < deadline:
-            try:
-                self.store.wait([key], timedelta(seconds=min(0.5, self.timeout_s)))
-                value = self.store.get(key)
-                self.store.delete_key(key)
-                return value
-            except dist.DistStoreError:
-                if self.broken or self.store.check([f"cancel{self.swap}"]):
-                    raise TransferError(f"process {self.process}: {what} was cancelled") from None
-        raise TransferError(f"process {self.process}: {what} took longer than {self.timeout_s} s")
+        deadline, pause = time.monotonic() + self.timeout_s, 1e-4
+        while not self.store.check([key]):  # a blocking wait would hold the store against the other thread
+            if self.broken or self.store.check([f"cancel{self.swap}"]):
+                raise TransferError(f"process {self.process}: {what} was cancelled")
+            if time.monotonic() > deadline:
+                raise TransferError(f"process {self.process}: {what} took longer than {self.timeout_s} s")
+            time.sleep(pause)
+            pause = min(2e-3, pause * 1.5)
+        value = self.store.get(key)
+        self.store.delete_key(key)
+        return value
 
 
 class _MooncakeOutbox(Outbox):

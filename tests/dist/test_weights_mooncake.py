@@ -1,0 +1,43 @@
+"""Mooncake's Transfer Engine over TCP, in a network namespace of its own: it listens on all interfaces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+LONE = "ip link set lo up && exec"
+
+
+def _isolated(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    command = ["unshare", "-rn", "--kill-child", "sh", "-c", f'{LONE} "$@"', "sh", sys.executable, "-m", "tests.dist.mooncake_jobs"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def namespace():
+    probe = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False)
+    if probe.returncode:
+        pytest.skip("this user may not make network namespaces, and Mooncake would listen on all interfaces")
+
+
+def _result(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_buckets_arrive_whole(tmp_path):
+    assert _result(_isolated("swap", str(tmp_path)))["exact"] == [True] * 3
+
+
+def test_a_joiner_pulls_a_shard_without_the_owner(tmp_path):
+    result = _result(_isolated("join", str(tmp_path)))
+    assert result["exact"] and result["bytes"] == result["expected_bytes"]
+    assert "version 6 of" in result["wrong_version"]
+
+
+def test_a_dead_exporter_is_an_error_in_time(tmp_path):
+    result = _result(_isolated("dead", str(tmp_path)))
+    assert "reading" in result["error"] and result["seconds"] < 45
