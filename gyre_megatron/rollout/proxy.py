@@ -119,6 +119,8 @@ class Proxy:
 
     async def _read(self, http: Request) -> dict[str, Any]:
         limit = self._max_bytes
+        if http.headers.get("content-encoding", "identity") != "identity":
+            raise BadRequest("compressed bodies are not read; send the body as it is", "invalid", 415)
         if _whole(http.headers.get("content-length")) > limit:
             raise BadRequest(f"the request is larger than {limit} bytes", "too_large", 413)
         pieces, size = [], 0

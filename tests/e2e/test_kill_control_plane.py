@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import sys
 import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,12 @@ NUM_EXECUTIONS = 24
 HARNESS = Path(__file__).parents[1] / "support" / "acking_harness.py"
 
 
-def control_plane(folder: Path, engine_url: str, port: int) -> None:
+def control_plane(folder: Path, engine_url: str, port: int, ready: Event) -> None:
     """What the runtime does at start, and then the executions: until all have finished."""
-    asyncio.run(_control_plane(folder, engine_url, port))
+    asyncio.run(_control_plane(folder, engine_url, port, ready))
 
 
-async def _control_plane(folder: Path, engine_url: str, port: int) -> None:
+async def _control_plane(folder: Path, engine_url: str, port: int, ready: Event) -> None:
     store = TrajectoryStore(folder / "store.sqlite")
     end_orphaned_harnesses(store)
     store.requeue_running()
@@ -60,6 +61,7 @@ async def _control_plane(folder: Path, engine_url: str, port: int) -> None:
         async with limit:
             await run_execution(context, execution_id)
 
+    ready.set()
     await asyncio.gather(*map(one, waiting))
     server.should_exit = True
     await serving
@@ -81,8 +83,10 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
         running_at_kill: dict[str, int] = {}
         kills = 0
         while kills < NUM_KILLS:
-            process = _start(tmp_path, engine.url, port)
-            time.sleep(rng.uniform(0.15, 0.7))
+            process, ready = _start(tmp_path, engine.url, port)
+            if rng.random() < 0.85:  # else it is killed while it starts
+                ready.wait(60)
+            time.sleep(rng.uniform(0.0, 0.5))
             assert process.is_alive() or process.exitcode == 0, "the control plane died by itself"
             if not process.is_alive():
                 _requeue_some(tmp_path)
@@ -92,18 +96,20 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
             kills += 1
             for execution_id in _check_store(tmp_path):
                 running_at_kill[execution_id] = running_at_kill.get(execution_id, 0) + 1
-        last = _start(tmp_path, engine.url, port)
-        last.join(120)
+        last, _ = _start(tmp_path, engine.url, port)
+        last.join(200)
         assert last.exitcode == 0
         _check_end(tmp_path, running_at_kill)
     finally:
         engine.kill()
 
 
-def _start(folder: Path, engine_url: str, port: int) -> multiprocessing.process.BaseProcess:
-    process = multiprocessing.get_context("fork").Process(target=control_plane, args=(folder, engine_url, port))
+def _start(folder: Path, engine_url: str, port: int) -> tuple[multiprocessing.process.BaseProcess, Event]:
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=control_plane, args=(folder, engine_url, port, ready))
     process.start()
-    return process
+    return process, ready
 
 
 def _requeue_some(folder: Path) -> None:

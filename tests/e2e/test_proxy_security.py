@@ -98,6 +98,11 @@ def test_what_is_no_json_object_is_a_400(server: ThreadedProxy, token: str, path
     assert response.status_code == 400 and "error" in response.json()
 
 
+def test_compressed_bodies_are_refused(server: ThreadedProxy, token: str) -> None:
+    headers = {"authorization": f"Bearer {token}", "content-encoding": "gzip"}
+    assert httpx.post(f"{server.proxy.url}/v1/messages", headers=headers, content=b"x").status_code == 415
+
+
 def test_deep_and_strange_values_do_no_harm(server: ThreadedProxy, token: str) -> None:
     deep: Any = "end"
     for _ in range(200):
