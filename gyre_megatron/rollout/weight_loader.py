@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.model_loader.loader import post_load_weights
 
 from gyre_megatron.config.model import Architecture
-from gyre_megatron.errors import GyreError, TransferError
+from gyre_megatron.errors import GyreError, LayoutError, TransferError
+from gyre_megatron.ops.fp8 import quantize_blocks
 from gyre_megatron.rollout.weight_probe import probe
 from gyre_megatron.weights.shadow import SHADOW_FILE, STATUS_FILE, Shadow, checksums, tensor_specs
+
+SCALE_SUFFIX = "_scale_inv"
+"""SGLang names the scales of `x.weight` `x.weight_scale_inv`."""
 
 Parameters = dict[str, torch.Tensor]
 
@@ -49,7 +52,7 @@ def _attach(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[
     architecture = Architecture.model_validate(command["architecture"])
     parameters = _parameters(model)
     pieces = probe(model, architecture, parameters)
-    specs = tensor_specs(parameters)
+    specs = tensor_specs({key: _as_received(tensor) for key, tensor in parameters.items()})
     for directory in [d for d in _attached if not Path(d).is_dir()]:  # its publisher gave up or is gone
         del _attached[directory]
     path = Path(command["directory"]) / SHADOW_FILE.format(rank=rank)
@@ -74,8 +77,14 @@ def _commit(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[
     """Copy the assembled version into the live parameters, keeping their storage; refresh what derives from them."""
     shadow, parameters = _shadow(command), _parameters(model)
     before = {key: tensor.data_ptr() for key, tensor in parameters.items()}
+    scales = {name: p.data for name, p in model.named_parameters() if name.endswith(SCALE_SUFFIX)}
     for key, tensor in parameters.items():
-        tensor.copy_(shadow.tensors[key], non_blocking=True)
+        if tensor.dtype == torch.float8_e4m3fn:
+            values, scale = quantize_blocks(shadow.tensors[key].to(tensor.device))
+            tensor.copy_(values)
+            scales[key + SCALE_SUFFIX].copy_(scale)
+        else:
+            tensor.copy_(shadow.tensors[key], non_blocking=True)
     _refresh_derived(model)
     moved = [key for key, tensor in _parameters(model).items() if tensor.data_ptr() != before[key]]
     if moved:
@@ -87,6 +96,8 @@ def _commit(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[
 
 def _refresh_derived(model: torch.nn.Module) -> None:
     """Recompute what SGLang derives from parameters while loading: MLA's split kv_b, norms stored minus one."""
+    from sglang.srt.model_loader.loader import post_load_weights
+
     post_load_weights(model)
     for module in model.modules():
         if hasattr(module, "refresh_gemma_weight"):
@@ -114,8 +125,21 @@ _COMMANDS: dict[str, Callable[[torch.nn.Module, dict[str, Any], int], dict[str, 
 
 
 def _parameters(model: torch.nn.Module) -> Parameters:
-    """Live parameters by name, one name per storage (a tied output layer is its embedding)."""
-    return {name: parameter.data for name, parameter in model.named_parameters()}
+    """Live parameters by name, one name per storage (a tied output layer is its embedding), without block scales.
+
+    Raises:
+        LayoutError: an FP8 weight has no block scale beside it, so this loader does not know how to quantise it.
+    """
+    tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn and name + SCALE_SUFFIX not in tensors:
+            raise LayoutError(f"{name} is FP8 without {SCALE_SUFFIX}; only 128 x 128 block scales can be installed")
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE_SUFFIX)}
+
+
+def _as_received(tensor: torch.Tensor) -> torch.Tensor:
+    """FP8 weights arrive as bf16 and are quantised here, where whole blocks are at hand."""
+    return tensor.to("meta", torch.bfloat16) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def _shadow(command: dict[str, Any]) -> Shadow:

@@ -82,3 +82,12 @@ def save(path: str) -> None:
         torch.float32,
     )  # fmt: skip
     carrier.close()
+
+
+def documented_example(code: str, url: str, engine_tp: int) -> int:
+    """Run the example of docs/hot_swap.md as it stands, with this rank's model."""
+    names = dict(
+        model=_state["trainer"].model_chunks, checkpoint=_state["checkpoint"], engine_url=url, engine_tp=engine_tp
+    )
+    exec(compile(code, "docs/hot_swap.md", "exec"), names)
+    return names["report"].version

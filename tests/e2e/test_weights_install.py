@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -96,6 +97,7 @@ def test_install(family, tp, layout, tmp_path):
         for fault in ("corrupted", "refusing engine"):
             _fault_leaves_the_old_version(cell, fault)
         _same_bits_as_from_disk(cell)
+        _documented_example_works(cell, tp)
     finally:
         cell.close()
     assert not list(Path("/dev/shm").glob("gyre-weights-*/shadow.*"))
@@ -141,3 +143,11 @@ def _same_bits_as_from_disk(cell: Cell) -> None:
     cell.ranks.run(install_jobs.save, str(path))
     cell.server.post("/update_weights_from_disk", {"model_path": str(path)})
     assert cell.checksums() == installed
+
+
+def _documented_example_works(cell: Cell, tp: int) -> None:
+    code = re.search(r"```python\n(.*?)```", Path("docs/hot_swap.md").read_text(), re.DOTALL)
+    assert code is not None and len(code[1].splitlines()) <= 25
+    assert cell.ranks.run(install_jobs.documented_example, code[1], cell.server.url, tp) == [7] * 4
+    assert cell.served()[1] == "7"
+    assert cell.difference() < TOLERANCE
