@@ -186,3 +186,39 @@ class Processes:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+def chain(num_cells: int, dies: bool, rank: int, n: int, port: int, folder: str, pipe) -> None:
+    """Weights down a chain of cells, for a full and a shorter prefix; or with the middle cell dead."""
+    from datetime import timedelta
+
+    from gyre_megatron.weights.chain import chain_broadcast
+    from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    topology = CellTopology(n, num_cells)
+    groups = CrossCellGroups(store, topology, rank, timedelta(seconds=TIMEOUT_S))
+    shapes = [(100, 33), (7,), (1000, 50)]
+
+    def buffers(value: float) -> list[torch.Tensor]:
+        return [torch.full(shape, value) + torch.arange(torch.Size(shape).numel()).reshape(shape) for shape in shapes]
+
+    want = buffers(100.0 * groups.position + 1)
+    mine = want if groups.cell == 0 else buffers(-5.0)
+    if dies:
+        if groups.cell == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            chain_broadcast(mine, groups, num_cells, 4096, TIMEOUT_S)
+            pipe.send("succeeded")
+        except TransferError as error:
+            pipe.send(str(error))
+        os._exit(0)
+    exact = []
+    for prefix in (num_cells - 1, num_cells):
+        if groups.cell < prefix:
+            chain_broadcast(mine, groups, prefix, 4096, TIMEOUT_S)
+        exact.append(all(torch.equal(a, b) for a, b in zip(mine, want, strict=True)))
+    pipe.send(exact)
+    pipe.recv()
+    os._exit(0)
