@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 from gyre_megatron.errors import VersionError
 
@@ -128,6 +129,7 @@ def _on_cpu(factory):
 
 def _tensor_factories() -> None:
     """Assumes literal `device="cuda"`, `.cuda()`, and that `param.type()` names a CUDA tensor."""
+    _device_constructors()  # cached: `with torch.device(...)` must go on knowing the factories that wrappers call
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
