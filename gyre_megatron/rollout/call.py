@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,22 +138,20 @@ class RunningCall:
     async def whole(self) -> dict[str, Any]:
         """The whole answer; raises what went wrong as BadRequest. Cancel it when the harness hangs up."""
         try:
-            async for parts in self._parts():
-                for part in parts:
-                    self.answer.add(part)
-            await self._commit("complete")
+            await self._produce(lambda parts: [self.answer.add(part) for part in parts])
         finally:
             if self._node is None:
                 await self._abandon()
         return self._dialect.body(self._request, self.answer)
 
     async def _pump(self, writer: StreamWriter, queue: _Events) -> None:
+        def write(parts: list[OutputEvent]) -> None:
+            data = b"".join(writer.part(self.answer.add(part)) for part in parts)
+            if data:
+                queue.put_nowait(_Piece(data))
+
         try:
-            async for parts in self._parts():
-                data = b"".join(writer.part(self.answer.add(part)) for part in parts)
-                if data:
-                    queue.put_nowait(_Piece(data))
-            await self._commit("complete")
+            await self._produce(write)
             queue.put_nowait(_Piece(writer.finish(), last=True))
         except BadRequest as error:
             queue.put_nowait(_Piece(writer.fail(error), last=True))
@@ -171,6 +169,17 @@ class RunningCall:
         elif not self._handed_over:
             self._session.forest.forget_answer(self._node)
             await asyncio.wrap_future(self._context.store.set_call_state([self.answer.call_id], "undelivered"))
+
+    async def _produce(self, take: Callable[[list[OutputEvent]], object]) -> None:
+        """Hand over events as they come, then commit."""
+        limit = self._context.config.proxy.call_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                async for parts in self._parts():
+                    take(parts)
+        except TimeoutError as error:
+            raise BadRequest(f"no engine finished the call within {limit:g} s", "internal", 529) from error
+        await self._commit("complete")
 
     # the work ---------------------------------------------------------------------------------------------------------
 

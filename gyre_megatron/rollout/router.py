@@ -85,7 +85,7 @@ class Router:
     def add_engine(self, cell_id: int, url: str, capacity: int, serving: bool = True) -> None:
         """Add or replace a cell's engine; `capacity` is the number of calls it runs well at once."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), json_serialize=_dumps)
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         client = EngineClient(url, self._session, self._config)
         self._engines[cell_id] = Engine(cell_id, client, max(capacity, 1), serving)
         if cell_id not in self._order:
@@ -183,7 +183,9 @@ class Router:
             if not leg.leaving:
                 await asyncio.sleep(min(self._config.backoff_s * failures, 2.0))
 
-    async def _leg_chunks(self, engine: Engine, leg: _Leg, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def _leg_chunks(
+        self, engine: Engine, leg: _Leg, request: GenerateRequest
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Chunks of one engine until it finishes, aborts, or the leg has left and its grace has passed."""
         stream = engine.client.stream(request, leg.request_id)
         try:
@@ -246,9 +248,3 @@ def _rest(request: GenerateRequest, produced: list[int]) -> GenerateRequest:
         return request
     ids = np.concatenate([request.input_ids, np.asarray(produced, np.int32)])
     return replace(request, input_ids=ids, max_new_tokens=request.max_new_tokens - len(produced))
-
-
-def _dumps(value: object) -> str:
-    import orjson
-
-    return orjson.dumps(value).decode()

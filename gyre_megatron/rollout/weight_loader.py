@@ -101,7 +101,7 @@ def _refresh_derived(model: torch.nn.Module) -> None:
     post_load_weights(model)
     for module in model.modules():
         if hasattr(module, "refresh_gemma_weight"):
-            module.refresh_gemma_weight()
+            module.refresh_gemma_weight()  # type: ignore[operator]
 
 
 def _seal(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:

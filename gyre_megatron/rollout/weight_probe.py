@@ -52,7 +52,7 @@ class _Recorder(TorchDispatchMode):
             self._joined[_storage(joined)] = (joined, args[1] if len(args) > 1 else kwargs.get("dim", 0), args[0])
             return joined
         target = self._targets.get(_storage(first)) if first is not None and func._schema.is_mutable else None
-        if target is None:
+        if target is None or first is None:
             return func(*args, **kwargs)
         if first.numel() == 0:  # a rank that holds only padding copies nothing
             return first
@@ -90,7 +90,7 @@ def probe(model: torch.nn.Module, architecture: Architecture, parameters: dict[s
     sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     targets = {_storage(tensor): key for key, tensor in reversed(parameters.items())}
     with _Recorder({_storage(t): n for n, t in sources.items()}, targets) as recorder, torch.no_grad():
-        model.load_weights(iter(sources.items()))
+        model.load_weights(iter(sources.items()))  # type: ignore[operator]
     if recorder.refused:
         raise LayoutError(
             f"{recorder.refused[0]} is filled by the engine from a transformed tensor; {len(recorder.refused)} "
@@ -131,12 +131,12 @@ def _pieces(name: str, shape: Index, source: torch.Tensor, key: str, destination
     for index in product(*(range(n) for n, _, _ in loose)):
         shift_source = sum(i * s for i, (_, s, _) in zip(index, loose, strict=True))
         shift_target = sum(i * d for i, (_, _, d) in zip(index, loose, strict=True))
-        start = _unravel(source.storage_offset() + shift_source, strides)
+        start = _unravel(int(source.storage_offset()) + shift_source, strides)
         sizes = tuple(placed[dim][0] if dim in placed else 1 for dim in range(len(shape)))
         steps = tuple(placed[dim][1] if dim in placed else 0 for dim in range(len(shape)))
         if any(at + size > whole for at, size, whole in zip(start, sizes, shape, strict=True)):
             raise LayoutError(f"{key} takes elements of {name} that do not form a box")
-        yield name, start, sizes, key, destination.storage_offset() + shift_target, steps
+        yield name, start, sizes, key, int(destination.storage_offset()) + shift_target, steps
 
 
 def _match(

@@ -28,8 +28,7 @@ def branch_rows(store: TrajectoryStore, executions: Sequence[ExecutionRecord]) -
         nodes = store.nodes(execution.execution_id)
         branches = Branches(nodes, store.calls(execution.execution_id))
         for leaf, role in zip(branches.leaves, branches.roles, strict=True):
-            if role != "auxiliary":
-                yield {**_about(execution), "role": role, **_columns(branches, leaf)}
+            yield {**_about(execution), "role": role, **_columns(branches, leaf)}
 
 
 def _about(execution: ExecutionRecord) -> dict[str, Any]:

@@ -74,7 +74,9 @@ def process_group(store: TrajectoryStore, group_id: str, config: ProcessorConfig
     unfinished = [e.execution_id for e in executions if e.state != "finished"]
     if unfinished:
         raise TrajectoryError(f"group {group_id} cannot be processed: {unfinished} have not finished")
-    rewards = {e.execution_id: float(e.outcome.reward) for e in executions if e.outcome and e.outcome.reward is not None}
+    rewards = {
+        e.execution_id: float(e.outcome.reward) for e in executions if e.outcome and e.outcome.reward is not None
+    }
     advantages = dict(zip(rewards, group_advantages(np.asarray(list(rewards.values())), config), strict=True))
     trees, accounts = [], Conservation()
     for execution in executions:
@@ -123,24 +125,34 @@ def _process_execution(
 
 
 class Branches:
-    """The forest of one execution as arrays, with the role of every branch."""
+    """The forest of one execution as arrays.
+
+    `leaves` are where trainable branches end, `roles` their roles. What hangs below a leaf (an answer that was cut off
+    when the harness ended, an auxiliary call) takes no part, but is in the accounts.
+    """
 
     def __init__(self, nodes: Sequence[Node], calls: Sequence[Call]) -> None:
         self.nodes = nodes
         position = {node.node_id: index for index, node in enumerate(nodes)}
         self.parents = [position.get(node.parent, -1) for node in nodes]
         self._call_of = {position[call.node_id]: call for call in calls if call.node_id in position}
-        has_child = np.zeros(len(nodes), bool)
-        for parent in self.parents:
-            if parent >= 0:
-                has_child[parent] = True
-        self.leaves = [index for index in range(len(nodes)) if not has_child[index]]
-        self.roles = [self._role(leaf) for leaf in self.leaves]
+        self._ends = self._without_descendant(np.ones(len(nodes), bool))
+        self.leaves = self._without_descendant(np.asarray([self._counts(i) for i in range(len(nodes))], bool))
+        self.roles = [self._call_of[leaf].role for leaf in self.leaves]
         self._lengths = np.asarray([len(node.token_ids) for node in nodes], np.int64)
 
-    def _role(self, leaf: int) -> str:
-        call = self._call_of.get(leaf)
-        return call.role if call is not None and call.state == "complete" else "auxiliary"
+    def _counts(self, index: int) -> bool:
+        """Whether a branch can end here: an answer that the harness got, of a role that can train."""
+        call = self._call_of.get(index)
+        return call is not None and call.state == "complete" and call.role != "auxiliary"
+
+    def _without_descendant(self, wanted: np.ndarray) -> list[int]:
+        """Nodes among `wanted` (bool [nodes]) that have none of them below."""
+        below = np.zeros(len(self.nodes), bool)
+        for index in range(len(self.nodes) - 1, -1, -1):
+            if self.parents[index] >= 0 and (below[index] or wanted[index]):
+                below[self.parents[index]] = True
+        return [index for index in range(len(self.nodes)) if wanted[index] and not below[index]]
 
     def trains(self, index: int, config: ProcessorConfig) -> bool:
         """Whether a node's sampled tokens may be trained at all."""
@@ -156,7 +168,7 @@ class Branches:
 
     def accounts(self, owner: np.ndarray, chosen_leaves: Sequence[int]) -> Conservation:
         """Where the tokens of all branches went, given who owns each node and which leaves were chosen."""
-        captured = int(path_sums(self.parents, self._lengths)[self.leaves].sum()) if self.leaves else 0
+        captured = int(path_sums(self.parents, self._lengths)[self._ends].sum()) if self._ends else 0
         passes = self._num_leaves_below()
         on_chosen = np.zeros(len(self.nodes), bool)
         on_chosen[sorted(_ancestors(self.parents, chosen_leaves))] = True
@@ -176,7 +188,7 @@ class Branches:
 
     def _num_leaves_below(self) -> np.ndarray:
         counts = np.zeros(len(self.nodes), np.int64)
-        counts[self.leaves] = 1
+        counts[self._ends] = 1
         for index in range(len(self.nodes) - 1, -1, -1):
             if self.parents[index] >= 0:
                 counts[self.parents[index]] += counts[index]

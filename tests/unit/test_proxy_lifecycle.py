@@ -113,6 +113,20 @@ def test_failures_are_bounded_and_told(tmp_path: Path, stream: bool) -> None:
     drive(tmp_path, body)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_takes_no_longer_than_allowed(tmp_path: Path, stream: bool) -> None:
+    async def main() -> None:
+        config = RolloutConfig(proxy=ProxyConfig(call_timeout_s=0.3))
+        async with running_proxy(tmp_path, [], config=config) as proxy:  # nobody will ever serve
+            _, token = proxy.start_execution()
+            request = {"model": "m", "max_tokens": 6, "messages": MESSAGES, "stream": stream}
+            async with httpx.AsyncClient(timeout=30) as client:
+                response = await client.post(f"{proxy.url}/v1/messages", json=request, headers={"x-api-key": token})
+            assert "within 0.3 s" in response.text and response.status_code == (200 if stream else 529)
+
+    asyncio.run(main())
+
+
 def test_calls_wait_while_nobody_serves(tmp_path: Path) -> None:
     async def body(proxy: RunningProxy, engine: ScriptedEngine) -> None:
         _, token = proxy.start_execution()

@@ -59,6 +59,20 @@ def test_columns_of_a_tree_node(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize(("state", "role"), [("undelivered", "main"), ("complete", "auxiliary")])
+def test_a_branch_outlives_what_was_cut_off_below_it(tmp_path: Path, state: str, role: str) -> None:
+    store = open_store(tmp_path)
+    builder = one_execution(store)
+    first = builder.call(builder.context(None, 10), 4)
+    builder.call(builder.context(first, 5), 6, role=role, state=state)  # in flight when the harness was ended
+    builder.finish(1.0)
+    group = process_group(store, "g", ProcessorConfig())
+    tree = group.trees[0]
+    assert [t.role for t in tree.trajectories] == ["main"] and tree.num_trained_tokens == 4
+    assert group.conservation == Conservation(29, trained=4, shared=0, context=12, dropped=13)
+    store.close()
+
+
 @pytest.mark.parametrize("state", ["undelivered", "superseded"])
 def test_what_the_harness_never_used_is_not_trained(tmp_path: Path, state: str) -> None:
     store = open_store(tmp_path)
