@@ -93,7 +93,8 @@ def arch_parameters(arch) -> int:
 def environment() -> dict[str, Any]:
     """Commit, machine and versions, so that a figure can be read later."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "unknown")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
     packages = {name: version(name) for name in ("torch", "megatron-core", "sglang")}
     return dict(
         commit=commit, cpu=model, cores=os.cpu_count(), python=platform.python_version(), versions=packages,
@@ -133,8 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--scale", choices=("1g", "small"), default="1g")
-    parser.add_argument("--staging-mib", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--staging-mib", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--train-to-rollout", action="store_true", help="time a cell's way into serving, whole")
     parser.add_argument("--rollout-to-train", action="store_true", help="time a cell's way into training, whole")
     options = parser.parse_args()

@@ -70,8 +70,8 @@ def measure(
     raw = raw_seconds(kind, plan, transport, repeats)
     everyone: list[Any] = [None] * dist.get_world_size()
     mine = dict(
-        sent=sent, received=received, local=local, plan=made["plan_seconds"], pack=times.pack, wire=times.wire + times.wait,
-        install=times.install, staging=transport.peak_staging_bytes,
+        sent=sent, received=received, local=local, plan=made["plan_seconds"], pack=times.pack,
+        wire=times.wire + times.wait, install=times.install, staging=transport.peak_staging_bytes,
     )  # fmt: skip
     dist.all_gather_object(everyone, mine)
     transport.close()

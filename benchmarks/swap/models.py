@@ -32,7 +32,7 @@ def architecture(scale: str) -> Architecture:
 
 TRAIN = TrainingConfig(tp=2, pp=2, ep=2, etp=1, dtype="bf16")
 MEGATRON_TARGET = TrainingConfig(tp=1, pp=1, ep=2, etp=1, dtype="bf16")
-"""A layout that `megatron.core.resharding` can reach: it keeps EP, because it does not renumber SequentialMLP experts."""
+"""A layout that `megatron.core.resharding` can reach: EP stays, because SequentialMLP experts are not renumbered."""
 
 
 def build(arch: Architecture, config: TrainingConfig) -> tuple[MegatronLayout, dict[str, torch.Tensor], list]:
@@ -43,7 +43,7 @@ def build(arch: Architecture, config: TrainingConfig) -> tuple[MegatronLayout, d
         mpu.destroy_model_parallel()
     parallel.initialize(config, arch)
     # Megatron's own resharding reads shard marks that only initialisation sets
-    chunks = build_model_chunks(arch, config, initialize_weights=True)
+    chunks = build_model_chunks(arch, config)
     place = parallel.parallel_rank(config, arch)
     layout = layout_of(arch, place, chunks)
     tensors = bind(layout, place.index, chunks)

@@ -1,6 +1,6 @@
 """Block-scaled FP8 weights, as DeepSeek-V3 checkpoints and SGLang's block-wise kernels hold them.
 
-Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3: e4m3 values with one fp32 scale per 128 x 128 block;
+Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3: e4m3 values, one fp32 scale per 128 x 128 block;
 `weight_scale_inv` is what a stored value is multiplied with.
 """
 

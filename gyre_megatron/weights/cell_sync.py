@@ -24,9 +24,9 @@ from gyre_megatron.ops.boxes import checksum_boxes, copy_boxes, wrap64
 from gyre_megatron.weights.boxes import LocalTensor, Piece
 from gyre_megatron.weights.engine import EngineInstaller
 from gyre_megatron.weights.layout import ListedLayout
-from gyre_megatron.weights.megatron import bind, layout_of
+from gyre_megatron.weights.megatron import MegatronLayout, bind, layout_of, named_tensors
 from gyre_megatron.weights.parallel import ParallelRank
-from gyre_megatron.weights.planner import World, plan_rank
+from gyre_megatron.weights.planner import World, plan_digest, plan_rank
 from gyre_megatron.weights.rendezvous import Rendezvous
 from gyre_megatron.weights.shadow import SHADOW_FILE, STATUS_FILE, Shadow, TensorSpec
 from gyre_megatron.weights.tables import direct_rows, table_of
@@ -73,6 +73,7 @@ class CellWeightSync:
         )
         self._engine = EngineInstaller(engine_url, engine_tp, self._config) if place.index == 0 else None
         self._push: _Push | None = None
+        self._chunks, self._epoch = model_chunks, 0
 
     def publish(self, version: int) -> PublishReport:
         """Make the engine serve the current parameters as `version`.
@@ -81,6 +82,7 @@ class CellWeightSync:
             TransferError: on every rank alike; the engine still serves the version it served before.
         """
         start = time.perf_counter()
+        self._meet.start()
         try:
             planned = self._prepare()
             sums = self._step("writing the weights", self._write)
@@ -109,14 +111,24 @@ class CellWeightSync:
         except (GyreError, OSError, RuntimeError) as error:
             failure = error
         self._meet.agree(failure, what)
-        return [answer or b"" for answer in self._meet.exchange(result)]
+        answers = self._meet.exchange(result)
+        silent = [rank for rank, answer in enumerate(answers) if answer is None]
+        if silent:
+            raise TransferError(f"{what} was given up: ranks {silent} fell silent; the previous weights stay in place")
+        return [answer for answer in answers if answer is not None]
 
     def _prepare(self) -> float:
         if self._push is not None:
             return 0.0
         start = time.perf_counter()
         where = self._step("attaching to the engine", self._attach)[0]
-        self._step("mapping the engine's memory", lambda: self._map(Path(where.decode())))
+        self._epoch += 1
+        keys = self._step("mapping the engine's memory", lambda: self._map(Path(where.decode())))
+        if len(set(keys)) > 1:
+            raise TransferError(
+                f"the ranks of the cell plan for different layouts (keys {[key.decode()[:8] for key in keys]}); give "
+                "all of them the same parallel sizes, stage layers and architecture"
+            )
         if self._engine is not None:
             self._engine.unlink()
         return time.perf_counter() - start
@@ -128,13 +140,18 @@ class CellWeightSync:
         return str(self._engine.directory).encode()
 
     def _map(self, directory: Path) -> bytes:
-        self._push = _Push(self._layout, self._rank, self._sources, read_engine(directory), directory)
-        return b""
+        answers = read_engine(directory)
+        target = engine_layout(answers)
+        self._push = _Push(self._layout, self._rank, list(self._sources), target, answers, directory)
+        dtypes = [spec["dtype"] for answer in answers for spec in answer["tensors"]]
+        return plan_digest(self._layout, target, self._epoch, dtypes).encode()
 
     def _write(self) -> bytes:
         assert self._push is not None
-        self._push.write()
-        return json.dumps(self._push.sums()).encode() if self._config.verify else b""
+        current = dict(named_tensors(self._chunks))  # storage may have moved since the plan was made
+        sources = [current[key] for key in self._sources]
+        self._push.write(sources)
+        return json.dumps(self._push.sums(sources)).encode() if self._config.verify else b""
 
     def _install(self, version: int, sums: list[bytes]) -> bytes:
         if self._engine is not None:
@@ -166,13 +183,14 @@ def engine_layout(answers: Sequence[dict[str, Any]]) -> ListedLayout:
 class _Push:
     """This rank's boxes on their way into every engine rank's shadow."""
 
-    def __init__(self, layout, rank: int, sources: dict[str, torch.Tensor], answers, directory: Path) -> None:
-        target = engine_layout(answers)
+    def __init__(
+        self, layout: MegatronLayout, rank: int, sources: Sequence[str], target: ListedLayout,
+        answers: Sequence[dict[str, Any]], directory: Path,
+    ) -> None:  # fmt: skip
         n = layout.num_ranks
         world = World(tuple(range(n)), tuple(range(n, n + target.num_ranks)))
         plan = plan_rank(layout, target, rank, world)
         keys = {key: i for i, key in enumerate(sources)}
-        self._sources = list(sources.values())
         self._parts = []
         self.nbytes = 0
         for engine_rank, answer in enumerate(answers):
@@ -184,16 +202,16 @@ class _Push:
             sizes = {spec.key: spec.torch_dtype.itemsize for spec in specs}
             self.nbytes += sum(p.numel * sizes[p.target.tensor] for p in plan.sends.get(n + engine_rank, ()))
 
-    def write(self) -> None:
+    def write(self, sources: Sequence[torch.Tensor]) -> None:
         for _, targets, table in self._parts:
             if len(table):
-                copy_boxes(self._sources, targets, table)
+                copy_boxes(sources, targets, table)
 
-    def sums(self) -> list[dict[str, int]]:
+    def sums(self, sources: Sequence[torch.Tensor]) -> list[dict[str, int]]:
         """Per engine rank: what this rank's boxes add to each tensor's checksum."""
         sums = []
         for specs, targets, table in self._parts:
-            values = checksum_boxes(self._sources, targets, table)
+            values = checksum_boxes(sources, targets, table)
             sums.append({spec.key: value for spec, value in zip(specs, values, strict=True) if value})
         return sums
 

@@ -186,7 +186,7 @@ def save_hf_checkpoint(
             weight_map |= dict.fromkeys(group, file)
     if place.index == 0:
         (partial / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
-        for file in Path(template).iterdir():
-            if file.is_file() and ".safetensors" not in file.name:
-                shutil.copy2(file, partial / file.name)
+        for extra in Path(template).iterdir():
+            if extra.is_file() and ".safetensors" not in extra.name:
+                shutil.copy2(extra, partial / extra.name)
         os.rename(partial, final)

@@ -71,7 +71,7 @@ class Resharder:
         self._transport, self._verify = transport, verify
         if transport.bucket_bytes < _MIN_BUCKET:
             raise TransferError(
-                f"staging memory leaves {transport.bucket_bytes} bytes for a bucket, at least {_MIN_BUCKET} are needed; "
+                f"staging memory leaves {transport.bucket_bytes} bytes for a bucket, {_MIN_BUCKET} are the least; "
                 "raise weights.staging_mib"
             )
         self._wire_dtype = wire_dtype
@@ -94,8 +94,13 @@ class Resharder:
         Raises:
             TransferError: a peer failed, hung or sent damaged data; target tensors may be partly written.
         """
-        times, failure = StageTimes(bytes_local=self._local_bytes), []
-        self._transport.begin()
+        times = StageTimes(bytes_local=self._local_bytes)
+        failure: list[BaseException] = []
+        try:
+            self._transport.begin()
+        except TransferError:
+            self._transport.give_up()
+            raise
         sender = threading.Thread(target=self._guard, args=(self._send_all, times, failure), name="gyre-weights-send")
         sender.start()
         self._guard(self._receive_all, times, failure)

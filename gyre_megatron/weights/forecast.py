@@ -11,6 +11,7 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -65,8 +66,8 @@ def training_layout(architecture: Architecture, text: str) -> MegatronLayout:
 
 def even_stages(num_layers: int, pp: int) -> StageLayers:
     """Consecutive layers on each stage, the first stages one longer where they do not divide."""
-    cuts = [num_layers * stage // pp for stage in range(pp + 1)]
-    return tuple((tuple(range(low, high)),) for low, high in zip(cuts[:-1], cuts[1:], strict=True))
+    cuts = [-(-num_layers * stage // pp) for stage in range(pp + 1)]
+    return tuple((tuple(range(low, high)),) for low, high in pairwise(cuts))
 
 
 def serving_layout(architecture: Architecture, text: str) -> SglangLayout:
@@ -95,8 +96,8 @@ def forecast(
     """
     if train.num_ranks % serve.num_ranks:
         raise PlanError(
-            f"engines of {serve.num_ranks} ranks do not tile a training cell of {train.num_ranks}; change --serve tp or "
-            "--train dp"
+            f"engines of {serve.num_ranks} ranks do not tile a training cell of {train.num_ranks}; change --serve tp "
+            "or --train dp"
         )
     engines = ReplicatedLayout(serve, train.num_ranks // serve.num_ranks)
     picked = sample_ranks(train.num_ranks, train.num_ranks // train.parallelism.pp) if ranks is None else list(ranks)
@@ -152,9 +153,9 @@ def _plan_one(train: MegatronLayout, engines: ReplicatedLayout, rank: int, size:
             else:
                 far += nbytes
         flows.append((near, far))
-    parcels = sum(len(p) for side in (plan.sends, plan.receives) for p in side.values()) + len(plan.local)
+    count = sum(len(p) for side in (plan.sends, plan.receives) for p in side.values()) + len(plan.local)
     pipe.send(dict(
-        rank=rank, seconds=seconds, peak_mib=peak, bytes_out=sum(flows[0]), bytes_in=sum(flows[1]), parcels=parcels,
+        rank=rank, seconds=seconds, peak_mib=peak, bytes_out=sum(flows[0]), bytes_in=sum(flows[1]), parcels=count,
         bytes_local=size * sum(parcel.numel for parcel in plan.local),
         bound_seconds=max(max(far / rates.network, near / rates.intra_node) / 1e9 for near, far in flows),
     ))  # fmt: skip

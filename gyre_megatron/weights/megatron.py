@@ -6,8 +6,10 @@ it, so a wrong guess about names, sizes or layers is refused before anything mov
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -40,6 +42,11 @@ class MegatronLayout(Layout):
         self._dense, self._experts = lru_cache(None)(self._build_dense), lru_cache(None)(self._build_experts)
         self._outer = lru_cache(None)(self._build_outer)
         self._by_name = lru_cache(None)(index_by_name)
+
+    def digest(self) -> str:
+        """A short hash of everything that the layout follows from."""
+        state = repr((self.architecture.model_dump_json(), self.parallelism, self.style))
+        return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
 
     def tensors(self, rank: int) -> Sequence[LocalTensor]:
         at = self.parallelism.rank(rank)
@@ -171,7 +178,7 @@ def detect_style(model_chunks: Sequence[torch.nn.Module]) -> MegatronStyle:
     """Read the naming style from a rank's parameter names and embedding or output shapes."""
     tensors = dict(named_tensors(model_chunks))
     names = list(tensors)
-    experts = "sequential"
+    experts: Literal["sequential", "te_grouped", "grouped"] = "sequential"
     if any(n.endswith("mlp.experts.weight1") for n in names):
         experts = "grouped"
     elif any(".mlp.experts.linear_fc1.weight" in n for n in names):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -163,11 +163,13 @@ def check_coverage(target: Layout, rank: int, parcels: Iterable[Parcel]) -> None
         raise PlanError(f"{extra.name}: the plan writes {extra.tensor}, which destination rank {rank} does not have")
 
 
-def plan_digest(source: Layout, target: Layout, epoch: int, addresses: Mapping[str, int], dtypes: Sequence[str]) -> str:
-    """The key under which a plan may be reused: it changes with layouts, addresses, dtypes and membership epoch."""
-    state = hashlib.blake2b(digest_size=16)
-    state.update(repr((source.digest(), target.digest(), epoch, sorted(addresses.items()), tuple(dtypes))).encode())
-    return state.hexdigest()
+def plan_digest(source: Layout, target: Layout, epoch: int, dtypes: Sequence[str]) -> str:
+    """The key under which ranks may use one plan together: it changes with layouts, dtypes and membership epoch.
+
+    Plans hold no addresses: tensors are looked up by key for every run.
+    """
+    state = repr((source.digest(), target.digest(), epoch, tuple(dtypes)))
+    return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
 
 
 def total_numel(parcels: Iterable[Parcel]) -> int:

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from gyre_megatron.errors import TransferError
 
+_KEPT_KEYS = 16
+"""Keys that stay in the store for processes that read late."""
+
 
 class Rendezvous:
-    """Numbered exchanges among `num_processes`; every process must call the same methods in the same order.
+    """Exchanges among `num_processes`, grouped in numbered undertakings that every process starts alike.
 
-    A process that does not answer within `timeout_s` counts as failed. Keys are deleted once all have read them.
+    Inside an undertaking all call the same methods in the same order. One that fell behind or gave up earlier than the
+    others is back in step with the next `start`. A process that does not answer within `timeout_s` counts as failed.
     """
 
     def __init__(self, store: dist.Store, process: int, num_processes: int, timeout_s: float) -> None:
         self.store, self.process, self.num_processes, self.timeout_s = store, process, num_processes, timeout_s
+        self._undertaking, self._round = 0, 0
+        self._set: deque[str] = deque()
+
+    def start(self) -> None:
+        """Begin the next undertaking."""
+        self._undertaking += 1
         self._round = 0
 
     def exchange(self, mine: bytes) -> list[bytes | None]:
         """Give `mine`, get everyone's; None for a process that stayed silent."""
         self._round += 1
-        prefix, deadline = f"round{self._round}.", time.monotonic() + self.timeout_s
-        self.store.set(f"{prefix}{self.process}", mine)
+        prefix, deadline = f"{self._undertaking}.{self._round}.", time.monotonic() + self.timeout_s
+        self.store.set(f"{prefix}{self.process}", mine)  # type: ignore[arg-type]
+        self._set.append(f"{prefix}{self.process}")
         answers: list[bytes | None] = []
         for process in range(self.num_processes):
             left = max(0.01, deadline - time.monotonic())
@@ -33,8 +45,8 @@ class Rendezvous:
                 answers.append(self.store.get(f"{prefix}{process}"))
             except dist.DistStoreError:
                 answers.append(None)
-        if self._round > 2:  # whoever took part in the last round has read the one before
-            self.store.delete_key(f"round{self._round - 2}.{self.process}")
+        if len(self._set) > _KEPT_KEYS:
+            self.store.delete_key(self._set.popleft())
         return answers
 
     def agree(self, failure: BaseException | None, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Run inside a network namespace by test_weights_mooncake: `python -m tests.dist.mooncake_jobs {swap,join,dead} FOLDER`."""
+"""Jobs of test_weights_mooncake, run in a network namespace: `-m tests.dist.mooncake_jobs {swap,join,dead} FOLDER`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import time
 
 import torch
 import torch.distributed as dist
+
 from gyre_megatron.errors import TransferError
 from gyre_megatron.weights.transports.mooncake import Endpoint, Exporter, pull
-
 from tests.dist.fault_jobs import Swapper
 
 _started: list = []

@@ -71,7 +71,7 @@ def test_shared_memory_that_is_too_small_is_refused_with_the_mend(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
     try:
-        with pytest.raises(TransferError, match="cannot hold 4 slots .* lower weights.staging_mib"):
+        with pytest.raises(TransferError, match=r"cannot hold 4 slots .* lower weights\.staging_mib"):
             swapper.swap(1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

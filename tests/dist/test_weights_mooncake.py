@@ -12,7 +12,8 @@ LONE = "ip link set lo up && exec"
 
 
 def _isolated(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    command = ["unshare", "-rn", "--kill-child", "sh", "-c", f'{LONE} "$@"', "sh", sys.executable, "-m", "tests.dist.mooncake_jobs"]
+    namespace = ["unshare", "-rn", "--kill-child", "sh", "-c", f'{LONE} "$@"', "sh"]
+    command = [*namespace, sys.executable, "-m", "tests.dist.mooncake_jobs"]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import time
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.checkpoint import save_hf_checkpoint
 from gyre_megatron.weights.transports.ipc import IpcTransport
 
+TIMEOUT_S = 15.0
 _state: dict[str, Any] = {}
 
 
@@ -25,7 +29,7 @@ def start(checkpoint: str, url: str, engine_tp: int, layout: dict[str, int]) -> 
     config, architecture = TrainingConfig(**layout), Architecture.from_checkpoint(checkpoint)
     trainer = Trainer(config, architecture, checkpoint, with_optimizer=False)
     place = parallel_rank(config, architecture)
-    weights = WeightsConfig(timeout_s=60)
+    weights = WeightsConfig(timeout_s=TIMEOUT_S)
     sync = CellWeightSync(trainer.model_chunks, architecture, place, url, engine_tp, weights, name="install")
     wrong = CellWeightSync(trainer.model_chunks, architecture, place, url, engine_tp + 1, weights, name="wrong")
     _state.update(
@@ -47,6 +51,8 @@ def publish(version: int, fault: str | None = None) -> str:
     if fault == "corrupted":
         sync._prepare()
         _damage_after_writing(sync)
+    if fault == "hung" and dist.get_rank() == 2:
+        time.sleep(TIMEOUT_S + 3)
     try:
         report = sync.publish(version)
     except TransferError as error:
@@ -62,11 +68,24 @@ def _damage_after_writing(sync: CellWeightSync) -> None:
     assert push is not None
     write = push.write
 
-    def damaged() -> None:
-        write()
-        push._parts[0][1][3].view(-1)[5] += 1
+    def damaged(sources) -> None:
+        write(sources)
+        _, targets, table = push._parts[0]
+        index, offset = table[0, 2].item(), table[0, 3].item()
+        targets[index].view(-1)[offset] += 1  # an element that this rank wrote itself
 
     push.write = damaged  # type: ignore[method-assign]
+
+
+def publish_often(times: int, first: int) -> list[int]:
+    """File descriptors of this rank after a tenth of the publishes, and after all."""
+    counts = []
+    for number in range(times):
+        _state["sync"].publish(first + number)
+        if number in (times // 10, times - 1):
+            gc.collect()
+            counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
 
 
 def score(sequences: list[list[int]]) -> list[Any]:

@@ -87,6 +87,7 @@ class Transport(ABC):
     def begin(self) -> None:
         """Enter a swap; collective. After a failed one, connections are made afresh."""
         self.swap += 1
+        self.rendezvous.start()
 
     def finish(self, failure: BaseException | None) -> None:
         """Vote on the current swap; collective.
@@ -97,9 +98,13 @@ class Transport(ABC):
         try:
             self.rendezvous.agree(failure, f"weight swap {self.swap}")
         except TransferError:
-            self.attempt += 1
-            self.recover()
+            self.give_up()
             raise
+
+    def give_up(self) -> None:
+        """Leave a failed swap behind; the next one starts with new connections."""
+        self.attempt += 1
+        self.recover()
 
     def recover(self) -> None:  # noqa: B027 (most transports keep no connections)
         """Forget the connections of a failed swap."""

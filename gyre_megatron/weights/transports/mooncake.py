@@ -125,7 +125,7 @@ class MooncakeTransport(Transport):
 
     def break_off(self) -> None:
         self.broken = True
-        self.store.set(f"cancel{self.swap}", b"1")
+        self.store.set(f"cancel{self.swap}", "1")
 
     def recover(self) -> None:
         """Fresh buffers: neither a late read nor a late write may meet the next swap."""
@@ -191,7 +191,7 @@ class _MooncakeInbox(Inbox):
 
     def release(self) -> None:
         transport = self._transport
-        transport.store.set(f"taken{transport.swap}.{self._peer}-{transport.process}.{self._count}", b"1")
+        transport.store.set(f"taken{transport.swap}.{self._peer}-{transport.process}.{self._count}", "1")
         self._count += 1
 
     def close(self) -> None:
