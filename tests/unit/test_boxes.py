@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gyre_megatron.ops.boxes import (
     box_checksum,
     checksum_boxes,
@@ -13,8 +16,6 @@ from gyre_megatron.ops.boxes import (
     wrap64,
 )
 from gyre_megatron.weights.boxes import Box, grid_cells, intersect, subtract
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
