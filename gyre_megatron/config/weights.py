@@ -15,6 +15,8 @@ class WeightsConfig(Section):
     transport: Literal["auto", "ipc", "collective", "mooncake", "file"] = "auto"
     """What carries buckets between the ranks of a cell. `auto` is `ipc` where all ranks share a host (one copy less)
     and `collective` (NCCL or gloo) otherwise."""
+    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
+    """What the Transfer Engine speaks; `rdma` where the ranks have InfiniBand or RoCE ports."""
     staging_mib: int = Field(128, ge=1)
     """Most staging memory that one rank may hold at a time; larger buckets hide more latency."""
     timeout_s: float = Field(120.0, gt=0)

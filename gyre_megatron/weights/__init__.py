@@ -12,6 +12,7 @@ from gyre_megatron.weights.megatron import MegatronLayout, bind, layout_of
 from gyre_megatron.weights.megatron_names import MegatronStyle
 from gyre_megatron.weights.parallel import Parallelism, ParallelRank
 from gyre_megatron.weights.planner import plan_rank
+from gyre_megatron.weights.transports.choose import open_transport
 from gyre_megatron.weights.transports.collective import CollectiveTransport
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "hf_named_tensors",
     "layout_of",
     "load_hf_checkpoint",
+    "open_transport",
     "plan_rank",
     "save_hf_checkpoint",
 ]

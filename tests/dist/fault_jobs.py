@@ -222,3 +222,21 @@ def chain(num_cells: int, dies: bool, rank: int, n: int, port: int, folder: str,
     pipe.send(exact)
     pipe.recv()
     os._exit(0)
+
+
+def chosen(kind: str, rank: int, n: int, port: int, folder: str, pipe) -> None:
+    """Open the configured transport and swap over it once."""
+    from gyre_megatron.config.weights import WeightsConfig
+    from gyre_megatron.weights.transports.choose import open_transport
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    config = WeightsConfig(transport=kind, staging_mib=1, timeout_s=20)
+    transport = open_transport(config, store, rank, n, folder=Path(folder))
+    source, target = _grid((n, 1), n), _grid((1, n), n)
+    got = {key: torch.zeros_like(t) for key, t in _values(target, rank, 0).items()}
+    plan = plan_rank(source, target, rank)
+    Resharder(plan, _values(source, rank, 3), got, transport, lambda _: torch.float32).run()
+    assert all(torch.equal(got[key], t) for key, t in _values(target, rank, 3).items())
+    pipe.send((type(transport).__name__, transport.peak_staging_bytes <= 1 << 20))
+    pipe.recv()
+    os._exit(0)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from gyre_megatron.errors import TransferError
-from tests.dist.fault_jobs import TIMEOUT_S, Processes, Swapper, faulty, many
+from tests.dist.fault_jobs import TIMEOUT_S, Processes, Swapper, chosen, faulty, many
 
 N = 4
 
@@ -97,3 +97,11 @@ def test_a_silent_process_is_named(tmp_path):
     with pytest.raises(TransferError, match=r"processes \[1\] did not answer in 0\.5 s"):
         Rendezvous(store, 0, 2, 0.5).agree(None, "a test")
     assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("configured", "made"), [("auto", "IpcTransport"), ("collective", "CollectiveTransport"), ("file", "FileTransport")]
+)
+def test_the_configured_transport_is_used_within_its_staging(start, configured, made):
+    processes = start(chosen, configured)
+    assert [processes.answer(rank, 40) for rank in range(N)] == [(made, True)] * N
