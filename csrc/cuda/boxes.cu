@@ -126,6 +126,14 @@ Kind kind_of(const at::Tensor& tensor) {
   }
 }
 
+// Sources or targets may be page-locked host memory, which the device reaches by the same address; not both.
+at::Device device_of(at::TensorList sources, at::TensorList targets) {
+  for (const auto& list : {sources, targets})
+    for (const at::Tensor& tensor : list)
+      if (tensor.is_cuda()) return tensor.device();
+  TORCH_CHECK(false, "no tensor of this call is on a GPU");
+}
+
 struct Launch {
   at::Tensor boxes, tasks;  // on the device, as bytes
   int64_t num_tasks;
@@ -137,7 +145,7 @@ at::Tensor to_device(const void* data, int64_t bytes, at::Device device) {
   return host.to(device, /*non_blocking=*/true);
 }
 
-Launch prepare(at::TensorList sources, at::TensorList targets, const at::Tensor& table) {
+Launch prepare(at::TensorList sources, at::TensorList targets, const at::Tensor& table, at::Device device) {
   TORCH_CHECK(table.device().is_cpu() && table.scalar_type() == at::kLong && table.dim() == 2 &&
                   table.size(1) == gyre::kBoxColumns && table.is_contiguous(),
               "table must be a contiguous int64 CPU tensor of shape [boxes, ", gyre::kBoxColumns, "], found ",
@@ -170,7 +178,6 @@ Launch prepare(at::TensorList sources, at::TensorList targets, const at::Tensor&
     const int64_t outer = gyre::outer_count(box), index = static_cast<int64_t>(boxes.size()) - 1;
     for (int64_t first = 0; first < outer; first += step) tasks.push_back({index, first, std::min(step, outer - first)});
   }
-  const at::Device device = sources[0].device();
   return {to_device(boxes.data(), boxes.size() * sizeof(DeviceBox), device),
           to_device(tasks.data(), tasks.size() * sizeof(Task), device), static_cast<int64_t>(tasks.size())};
 }
@@ -185,8 +192,9 @@ int blocks_for(int64_t num_tasks) {
 
 void copy_boxes_cuda(at::TensorList sources, at::TensorList targets, const at::Tensor& table) {
   if (table.size(0) == 0) return;
-  const c10::cuda::CUDAGuard guard(sources[0].device());
-  const Launch launch = prepare(sources, targets, table);
+  const at::Device device = device_of(sources, targets);
+  const c10::cuda::CUDAGuard guard(device);
+  const Launch launch = prepare(sources, targets, table, device);
   copy_boxes_sm80<<<blocks_for(launch.num_tasks), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
       reinterpret_cast<const DeviceBox*>(launch.boxes.const_data_ptr()),
       reinterpret_cast<const Task*>(launch.tasks.const_data_ptr()), launch.num_tasks);
@@ -194,10 +202,11 @@ void copy_boxes_cuda(at::TensorList sources, at::TensorList targets, const at::T
 }
 
 at::Tensor checksum_boxes_cuda(at::TensorList sources, at::TensorList targets, const at::Tensor& table) {
-  const c10::cuda::CUDAGuard guard(sources[0].device());
-  at::Tensor sums = at::zeros({static_cast<int64_t>(targets.size())}, sources[0].options().dtype(at::kLong));
+  const at::Device device = device_of(sources, targets);
+  const c10::cuda::CUDAGuard guard(device);
+  at::Tensor sums = at::zeros({static_cast<int64_t>(targets.size())}, at::TensorOptions(device).dtype(at::kLong));
   if (table.size(0) == 0) return sums;
-  const Launch launch = prepare(sources, targets, table);
+  const Launch launch = prepare(sources, targets, table, device);
   checksum_boxes_sm80<<<blocks_for(launch.num_tasks), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
       reinterpret_cast<const DeviceBox*>(launch.boxes.const_data_ptr()),
       reinterpret_cast<const Task*>(launch.tasks.const_data_ptr()), launch.num_tasks,

@@ -204,8 +204,9 @@ class _Push:
 
     def write(self, sources: Sequence[torch.Tensor]) -> None:
         for _, targets, table in self._parts:
-            if len(table):
-                copy_boxes(sources, targets, table)
+            copy_boxes(sources, targets, table)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def sums(self, sources: Sequence[torch.Tensor]) -> list[dict[str, int]]:
         """Per engine rank: what this rank's boxes add to each tensor's checksum."""

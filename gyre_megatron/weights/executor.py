@@ -79,6 +79,7 @@ class Resharder:
         self._target_keys = {key: i for i, key in enumerate(targets)}
         self._sources, self._targets = list(sources.values()), list(targets.values())
         self._dtypes: list[torch.dtype] = []
+        self._on_device = any(tensor.is_cuda for tensor in (*self._sources, *self._targets))
         self._local = table_of(direct_rows(plan.local, self._source_keys, self._target_keys))
         self._local_bytes = sum(p.numel * self._item_size(p) for p in plan.local)
         me, n = transport.process, transport.num_processes
@@ -127,6 +128,7 @@ class Resharder:
                 slot = outbox.slot(bucket.nbytes + _TRAILER)
                 waited = time.perf_counter()
                 copy_boxes(self._sources, self._views(slot), table)
+                self._settle()
                 if self._verify:
                     _seal(slot)
                 packed = time.perf_counter()
@@ -142,6 +144,7 @@ class Resharder:
         start = time.perf_counter()
         if len(self._local):
             copy_boxes(self._sources, self._targets, self._local)
+            self._settle()
         times.install += time.perf_counter() - start
         for stream in self._receives:
             inbox = self._transport.inbox(stream.peer, [bucket.nbytes + _TRAILER for bucket in stream.buckets])
@@ -153,10 +156,16 @@ class Resharder:
                 if self._verify:
                     _check(slot, stream.peer)
                 copy_boxes(self._views(slot), self._targets, table)
+                self._settle()
                 inbox.release()
                 times.bytes_received += bucket.nbytes
                 times.install += time.perf_counter() - arrived
             inbox.close()
+
+    def _settle(self) -> None:
+        """Wait for this thread's copies before telling anyone that a buffer may be read or reused."""
+        if self._on_device:
+            torch.cuda.current_stream().synchronize()
 
     def _stream(self, parcels: Mapping[int, list[Parcel]], peer: int, sending: bool) -> _Stream:
         stream = _Stream(peer, bucketize(parcels[peer], self._transport.bucket_bytes - _TRAILER, self._item_size))

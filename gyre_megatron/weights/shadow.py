@@ -57,7 +57,7 @@ class Shadow:
         self.nbytes = max((spec.offset + spec.nbytes for spec in specs), default=0)
         if path.stat().st_size < self.nbytes:
             raise TransferError(f"{path} holds {path.stat().st_size} bytes, but its tensors need {self.nbytes}")
-        whole = map_file(path, max(1, self.nbytes))
+        self._memory = whole = map_file(path, max(1, self.nbytes))
         self.tensors = {
             spec.key: whole[spec.offset : spec.offset + spec.nbytes].view(spec.torch_dtype).reshape(spec.shape)
             for spec in specs

@@ -139,3 +139,30 @@ def test_flagship_has_the_published_number_of_parameters():
 
     architecture = read_architecture(Path("configs/models/qwen3_8_2_4t_a95b.yaml"))
     assert sum(np.prod(s, dtype=np.int64) for s in canonical_tensors(architecture).values()) == 2_446_182_725_504
+
+
+def test_the_command_writes_the_promised_keys(tmp_path):
+    import json
+    import subprocess
+    import sys
+
+    out = tmp_path / "plan.json"
+    layouts = ["--train", "tp4,pp2", "--serve", "tp8"]
+    command = [
+        sys.executable,
+        "launch/plan.py",
+        "--config",
+        "configs/models/qwen3_8b.yaml",
+        *layouts,
+        "--json",
+        str(out),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    keys = {"params_total", "plan_seconds_max", "plan_peak_mib", "bytes_out_max", "bytes_in_max", "bound_seconds"}
+    result = json.loads(out.read_text())
+    assert keys <= result.keys() and len(result["largest_tensors"]) == 10
+    wrong = subprocess.run(
+        [*command[:4], "--train", "tp4,zz2", "--serve", "tp8"], capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 1 and "'zz2' in layout 'tp4,zz2' is not one of tpN" in wrong.stderr

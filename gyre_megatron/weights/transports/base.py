@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ import torch.distributed as dist
 
 from gyre_megatron.errors import TransferError
 from gyre_megatron.weights.rendezvous import Rendezvous
+
+_PORTABLE_AND_MAPPED = 3
+"""cudaHostRegisterPortable | cudaHostRegisterMapped."""
 
 
 class Outbox(ABC):
@@ -129,5 +133,21 @@ def reserve_file(descriptor: int, size: int) -> None:
 
 
 def map_file(path: Path, size: int) -> torch.Tensor:
-    """A uint8 tensor over the first `size` bytes of a shared file."""
-    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    """A uint8 tensor over the first `size` bytes of a shared file.
+
+    Where CUDA exists it is page-locked for its devices as long as the returned object lives (its owner keeps it beside
+    any views).
+
+    Raises:
+        TransferError: the device refuses to lock the pages.
+    """
+    tensor = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    if torch.cuda.is_available():
+        runtime = torch.cuda.cudart()
+        code = runtime.cudaHostRegister(tensor.data_ptr(), size, _PORTABLE_AND_MAPPED)
+        if int(code):
+            raise TransferError(
+                f"page-locking {size} bytes of {path} failed with CUDA error {int(code)}; raise memlock limits"
+            )
+        weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
+    return tensor

@@ -30,7 +30,7 @@ class _Ring:
 
     def __init__(self, path: Path, num_processes: int, bucket_bytes: int) -> None:
         header = 8 * _PER_PEER * (num_processes + 1)
-        whole = map_file(path, header + SLOTS * bucket_bytes)
+        self._memory = whole = map_file(path, header + SLOTS * bucket_bytes)
         self.flags = whole[:header].view(torch.int64)
         self.slots = whole[header:].view(SLOTS, bucket_bytes)
 
