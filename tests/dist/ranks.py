@@ -19,7 +19,8 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["gyre_megatron.training", "tests.dist.ranks"])
 
 
-def _serve(rank: int, size: int, store: str, connection) -> None:
+def _serve(rank: int, size: int, store: str, environment: dict[str, str], connection) -> None:
+    os.environ.update(environment)  # the fork server keeps that of its own start
     import torch
     import torch.distributed as dist
 
@@ -50,7 +51,7 @@ class RankPool:
         store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
         for rank in range(self.size):
             mine, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, self.size, store, theirs))
+            process = _context.Process(target=_serve, args=(rank, self.size, store, dict(os.environ), theirs))
             process.start()
             self._processes.append(process)
             self._pipes.append(mine)

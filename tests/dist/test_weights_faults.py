@@ -57,7 +57,8 @@ def test_a_hundred_swaps_hold_no_more_than_ten(start, kind):
         assert late["descriptors"] <= early["descriptors"]
         assert late["threads"] <= early["threads"]
         assert late["maps"] <= early["maps"]
-        assert late["resident_mib"] <= early["resident_mib"] + 4
+        # 89 swaps of leaked staging would be far more; pages shared with the fork server are still being touched
+        assert late["resident_mib"] <= early["resident_mib"] + 16
     assert {p.name for p in Path("/dev/shm").glob("gyre-*")} <= before
     for pipe in processes.pipes:
         pipe.send("done")
