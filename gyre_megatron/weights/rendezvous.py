@@ -43,7 +43,7 @@ class Rendezvous:
             try:
                 self.store.wait([f"{prefix}{process}"], timedelta(seconds=left))
                 answers.append(self.store.get(f"{prefix}{process}"))
-            except dist.DistStoreError:
+            except RuntimeError:  # DistStoreError, or what a FileStore raises at its timeout
                 answers.append(None)
         if len(self._set) > _KEPT_KEYS:
             self.store.delete_key(self._set.popleft())
