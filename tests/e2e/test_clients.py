@@ -99,6 +99,19 @@ def drive(folder: Path, answer: Callable[[str, str], str], body: Callable[[Harne
     asyncio.run(main())
 
 
+def claude_settings(harness: Harness) -> dict[str, str]:
+    """The variables Claude Code runs headless with."""
+    return {
+        "IS_SANDBOX": "1",
+        "ANTHROPIC_BASE_URL": harness.proxy.url,
+        "ANTHROPIC_AUTH_TOKEN": harness.token,
+        "ANTHROPIC_MODEL": "gyre",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_TELEMETRY": "1",
+        "DISABLE_AUTOUPDATER": "1",
+    }
+
+
 def test_claude_code_with_tools_sub_agent_and_compaction(tmp_path: Path) -> None:
     answer = scenario(
         main=[
@@ -115,15 +128,7 @@ def test_claude_code_with_tools_sub_agent_and_compaction(tmp_path: Path) -> None
     )
 
     async def body(harness: Harness) -> None:
-        settings = {
-            "IS_SANDBOX": "1",
-            "ANTHROPIC_BASE_URL": harness.proxy.url,
-            "ANTHROPIC_AUTH_TOKEN": harness.token,
-            "ANTHROPIC_MODEL": "gyre",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "DISABLE_TELEMETRY": "1",
-            "DISABLE_AUTOUPDATER": "1",
-        }
+        settings = claude_settings(harness)
         options = ("--output-format", "json", "--dangerously-skip-permissions")
         first = json.loads(await harness.run(CLAUDE, "-p", "MAINTASK: write hello.txt", *options, **settings))
         assert first["result"] == "all done"
@@ -150,6 +155,31 @@ def _check_claude(harness: Harness) -> None:
     assert roots["main"] == roots["main_summary"]
     assert roots["sub_agent"].isdisjoint(roots["main"])
     assert all(call.num_reused_tokens > 0.9 * call.num_prompt_tokens for call in before[1:])
+
+
+def test_claude_code_compacts_by_itself_at_its_window(tmp_path: Path) -> None:
+    answer = scenario(
+        main=[*(tool_call("Bash", command="seq 1 1500", description="count") for _ in range(2)), "counted"],
+        summary_mark="detailed summary",
+        summary="<analysis>a</analysis>\n<summary>MAINTASK: counting goes on</summary>",
+    )
+
+    async def body(harness: Harness) -> None:
+        settings = claude_settings(harness) | {
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "30000",
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "30000",
+            "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": "50",
+        }
+        command = (CLAUDE, "-p", "MAINTASK: count", "--output-format", "json", "--dangerously-skip-permissions")
+        small = ("--tools", "Bash", "--system-prompt", "You are brief.")
+        assert json.loads(await harness.run(*command, *small, **settings))["result"] == "counted"
+        # What the proxy reports as usage tells the harness when to compact; the summary hangs from the long history.
+        roles = [call.role for call in harness.calls]
+        assert roles.count("main") == 3 and roles.count("main_summary") >= 1
+        summary = next(call for call in harness.calls if call.role == "main_summary")
+        assert summary.num_reused_tokens > 5_000 and harness.answers_on_path(summary) >= 2
+
+    drive(tmp_path, answer, body)
 
 
 def test_codex_with_tools_sub_agent_and_compaction(tmp_path: Path) -> None:
