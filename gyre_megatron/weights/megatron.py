@@ -44,8 +44,8 @@ class MegatronLayout(Layout):
         self._by_name = lru_cache(None)(index_by_name)
 
     def digest(self) -> str:
-        """A short hash of everything that the layout follows from."""
-        state = repr((self.architecture.model_dump_json(), self.parallelism, self.style))
+        """A short hash of what all ranks must agree on; the style is each rank's own (a stage may have no experts)."""
+        state = repr((self.architecture.model_dump_json(), self.parallelism))
         return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
 
     def tensors(self, rank: int) -> Sequence[LocalTensor]:
@@ -119,7 +119,7 @@ class MegatronLayout(Layout):
         return tuple(blocks.experts(p.ep, ep_rank, p.expert_tp, etp_rank))
 
     def _mtp_head(self, layer: int, tp_rank: int) -> list[LocalTensor]:
-        prefix, hf, hidden = self._prefix(layer).removesuffix("transformer_layer."), layer_prefix(layer), 0
+        prefix, hf = self._prefix(layer).removesuffix("transformer_layer."), layer_prefix(layer)
         hidden, tp = self.architecture.hidden_size, self.parallelism.tp
         names = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
         norms = [

@@ -248,17 +248,16 @@ class LayerBlocks:
             )
             for base, size in conv
         ]
-        per_head, vector = (
-            gdn.num_value_heads,
-            [self._vector(key + n, hf + n, gdn.num_value_heads) for n in ("A_log", "dt_bias")],
-        )
+        vectors = [self._vector(key + n, hf + n, gdn.num_value_heads) for n in ("A_log", "dt_bias")]
         local_conv = sum(block.shape[0] for block in conv_blocks)
         return [
             stack(self.prefix + key + "in_proj.weight", (sum(b.shape[0] for b in rows), hidden), rows),
             stack(self.prefix + key + "conv1d.weight", (local_conv, 1, gdn.conv_kernel), conv_blocks),
-            *vector,
+            *vectors,
             self._norm(key + "out_norm.weight", "linear_attn.norm.weight", gdn.value_head_dim),
-            self._row(key + "out_proj.weight", hf + "out_proj.weight", hidden, per_head * gdn.value_head_dim),
+            self._row(
+                key + "out_proj.weight", hf + "out_proj.weight", hidden, gdn.num_value_heads * gdn.value_head_dim
+            ),
         ]
 
     def _vector(self, key: str, name: str, size: int) -> LocalTensor:

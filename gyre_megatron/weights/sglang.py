@@ -138,7 +138,7 @@ class SglangLayout(Layout):
         ]
 
     def _attention(self, key: str, hf: str, rank: int) -> list[LocalTensor]:
-        arch, hidden, head, tp = self.architecture, self.architecture.hidden_size, self.architecture.head_dim, 0
+        arch, hidden, head = self.architecture, self.architecture.hidden_size, self.architecture.head_dim
         tp, heads, groups = self.attention_tp, arch.num_attention_heads, arch.num_key_value_heads
         queries = heads * head * (2 if arch.attention_output_gate else 1)
         start, length = self._cut(queries, tp, rank, hf + "q_proj")
@@ -155,7 +155,7 @@ class SglangLayout(Layout):
         return tensors
 
     def _mla(self, hf: str, rank: int) -> list[LocalTensor]:
-        arch, mla, hidden, tp = self.architecture, self.architecture.mla, self.architecture.hidden_size, 0
+        arch, mla, hidden = self.architecture, self.architecture.mla, self.architecture.hidden_size
         assert mla is not None
         tp, heads, latent = self.attention_tp, arch.num_attention_heads, mla.kv_lora_rank + mla.qk_rope_head_dim
         queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
