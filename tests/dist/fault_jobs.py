@@ -225,7 +225,7 @@ def chain(num_cells: int, dies: bool, rank: int, n: int, port: int, folder: str,
 
 
 def chosen(kind: str, rank: int, n: int, port: int, folder: str, pipe) -> None:
-    """Open the configured transport and swap over it once."""
+    """Open the configured transport and swap over it: float32, float32 to bfloat16, and back."""
     from gyre_megatron.config.weights import WeightsConfig
     from gyre_megatron.weights.transports.choose import open_transport
 
@@ -237,6 +237,12 @@ def chosen(kind: str, rank: int, n: int, port: int, folder: str, pipe) -> None:
     plan = plan_rank(source, target, rank)
     Resharder(plan, _values(source, rank, 3), got, transport, lambda _: torch.float32).run()
     assert all(torch.equal(got[key], t) for key, t in _values(target, rank, 3).items())
+    half = {key: torch.zeros_like(t, dtype=torch.bfloat16) for key, t in got.items()}
+    Resharder(plan, _values(source, rank, 3), half, transport, lambda _: torch.bfloat16).run()
+    assert all(torch.equal(half[key], t.bfloat16()) for key, t in _values(target, rank, 3).items())
+    sources = {key: t.bfloat16() for key, t in _values(source, rank, 5).items()}
+    Resharder(plan, sources, got, transport, lambda _: torch.bfloat16).run()
+    assert all(torch.equal(got[key], t.bfloat16().float()) for key, t in _values(target, rank, 5).items())
     pipe.send((type(transport).__name__, transport.peak_staging_bytes <= 1 << 20))
     pipe.recv()
     os._exit(0)
