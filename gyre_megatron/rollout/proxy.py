@@ -72,7 +72,7 @@ class Proxy:
             execution_id, attempt = self._authenticate(http)
             request = dialect.parse(await self._read(http))
             with self._sessions.use(execution_id, attempt) as session:
-                prompt = self._context.renderer.extend(session.forest, units_of(request))
+                prompt = await self._context.renderer.extend_long(session.forest, units_of(request))
             return JSONResponse({"input_tokens": len(prompt.token_ids)})
         except BadRequest as error:
             return self._refuse(dialect, error)
@@ -85,7 +85,7 @@ class Proxy:
         holder = self._sessions.use(execution_id, attempt)
         session = holder.__enter__()
         try:
-            call = self._prepare(dialect, http, request, session)
+            call = await self._prepare(dialect, http, request, session)
             if request.stream:
                 return StreamingResponse(_holding(holder, call.stream()), media_type="text/event-stream")
             body = await _unless_disconnected(http, call.whole())
@@ -96,16 +96,16 @@ class Proxy:
         holder.__exit__(None, None, None)
         return response
 
-    def _prepare(self, dialect: Dialect, http: Request, request: CallRequest, session: Session) -> RunningCall:
-        prompt = self._prompt(session, request)
+    async def _prepare(self, dialect: Dialect, http: Request, request: CallRequest, session: Session) -> RunningCall:
+        prompt = await self._prompt(session, request)
         role = self._profile.role_of(request, http.headers)
         meta: dict[str, Any] = {"headers": {k: http.headers[k] for k in _KEPT_HEADERS if k in http.headers}}
         meta["asked"] = {"temperature": request.temperature, "top_p": request.top_p, "max_tokens": request.max_tokens}
         meta["retry_count"] = _whole(http.headers.get("x-stainless-retry-count"))
         return RunningCall(self._context, session, dialect, request, prompt, secrets.token_hex(12), role, meta)
 
-    def _prompt(self, session: Session, request: CallRequest) -> Prompt:
-        prompt = self._context.renderer.extend(session.forest, units_of(request))
+    async def _prompt(self, session: Session, request: CallRequest) -> Prompt:
+        prompt = await self._context.renderer.extend_long(session.forest, units_of(request))
         limit = self._context.renderer.context_length
         if len(prompt.token_ids) >= limit:
             raise BadRequest("the prompt does not fit the context", "overflow", numbers=(len(prompt.token_ids), limit))

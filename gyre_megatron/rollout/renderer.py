@@ -5,8 +5,10 @@ The renderer knows the template's pieces and the tokenizer; `extend` hangs what 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from gyre_megatron.trajectory.forest import Forest
 from gyre_megatron.trajectory.records import Node
 
 log = logging.getLogger(__name__)
+
+_LONG_TEXT = 100_000  # characters: about 20 ms of encoding
 
 
 @dataclass(frozen=True)
@@ -103,13 +107,27 @@ class Renderer:
             log.warning("serving an unproven chat template: %s", error)
         return cls(template, tokens, config.tool_call_format, length, RoutingShape.from_config(model))
 
-    def extend(self, forest: Forest, units: list[Unit]) -> Prompt:
-        """Follow the forest as far as it goes and hang the units that are new."""
+    async def extend_long(self, forest: Forest, units: list[Unit]) -> Prompt:
+        """As `extend`, but long new text is encoded in a thread: other calls go on meanwhile."""
+        match = forest.match([(unit.key, unit.provenance) for unit in units])
+        new = [index for index in range(match.num_units, len(units)) if not units[index].provenance]
+        texts = {index: self._text(units[index], _kind_before(units, index)) for index in new}
+        if sum(map(len, texts.values())) < _LONG_TEXT:
+            return self.extend(forest, units)
+        encoded = await asyncio.to_thread(lambda: {i: self.tokens.encode(text) for i, text in texts.items()})
+        return self.extend(forest, units, encoded)
+
+    def extend(self, forest: Forest, units: list[Unit], encoded: Mapping[int, np.ndarray] | None = None) -> Prompt:
+        """Follow the forest as far as it goes and hang the units that are new.
+
+        Args:
+            encoded: Ids of units that were encoded beforehand, by position.
+        """
         units, prefill = self._split_prefill(units)
         match = forest.match([(unit.key, unit.provenance) for unit in units])
         node, reused = match.node, match.node.end if match.node else 0
         for index in range(match.num_units, len(units)):
-            node = self._add(forest, node, units, index)
+            node = self._add(forest, node, units, index, encoded or {})
         previous = self._previous(units[-1].kind)
         lead = self._lead(previous)
         if prefill:
@@ -135,7 +153,9 @@ class Renderer:
             return units[:-1], last.messages[0]["content"]
         return units, ""
 
-    def _add(self, forest: Forest, parent: Node | None, units: list[Unit], index: int) -> Node:
+    def _add(
+        self, forest: Forest, parent: Node | None, units: list[Unit], index: int, encoded: Mapping[int, np.ndarray]
+    ) -> Node:
         unit = units[index]
         # Another call of this prompt may have hung the unit meanwhile, and a later unit may meet an older path again.
         existing = forest.child(parent, unit.key)
@@ -146,8 +166,8 @@ class Renderer:
             if known is not None:
                 ids = np.concatenate([known.token_ids, self._closing(known)])
                 return forest.add_context(parent, unit.key, ids)
-        previous = units[index - 1].kind if index else "head"
-        ids = self.tokens.encode(self._text(unit, previous))
+        early = encoded.get(index)
+        ids = self.tokens.encode(self._text(unit, _kind_before(units, index))) if early is None else early
         if parent is not None and parent.sampled:
             ids = np.concatenate([self._closing(parent), ids])
         return forest.add_context(parent, unit.key, ids)
@@ -164,3 +184,7 @@ class Renderer:
         """Ids that close a turn the policy may have ended itself."""
         ended = len(answer.token_ids) and int(answer.token_ids[-1]) == self.turn_end_id
         return self._close_ids[1:] if ended else self._close_ids
+
+
+def _kind_before(units: list[Unit], index: int) -> str:
+    return units[index - 1].kind if index else "head"

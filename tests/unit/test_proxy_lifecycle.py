@@ -157,6 +157,28 @@ def test_an_engine_that_ignores_aborts_is_left_after_the_grace(tmp_path: Path) -
     drive(tmp_path, body)
 
 
+def test_long_text_does_not_hold_up_other_calls(tmp_path: Path) -> None:
+    async def body(proxy: RunningProxy, engine: ScriptedEngine) -> None:
+        proxy.renderer.context_length = 10_000_000
+        execution_id, token = proxy.start_execution()
+        _, other = proxy.start_execution("other")
+        long = [{"role": "user", "content": "def area(width): return width\n" * 40_000}, *MESSAGES]
+        slow = asyncio.create_task(ask(proxy, token, long))
+        await asyncio.sleep(0.05)
+        quick = [await ask(proxy, other, MESSAGES) for _ in range(3)]
+        assert len(quick) == 3 and not slow.done()
+        answer = await slow
+        renderer = proxy.renderer
+        assert engine.prompts[-1][: -len(renderer.tokens.encode(renderer.template.generation_prompt("user")))] == (
+            renderer.tokens.encode(renderer.template.render(long)).tolist()
+        )
+        more = [*long, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "on"}]
+        await ask(proxy, token, more)
+        assert proxy.store.calls(execution_id)[1].num_reused_tokens > 200_000
+
+    drive(tmp_path, body)
+
+
 def test_prefills_are_part_of_the_answer(tmp_path: Path) -> None:
     async def body(proxy: RunningProxy, engine: ScriptedEngine) -> None:
         execution_id, token = proxy.start_execution()
