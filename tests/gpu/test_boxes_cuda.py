@@ -35,3 +35,20 @@ def test_many_boxes_in_one_launch():
     target = torch.zeros_like(source)
     copy_boxes([source], [target], torch.tensor(rows))
     assert torch.equal(target, source.flip(0))
+
+
+def test_device_to_page_locked_shared_memory_and_back(tmp_path):
+    from gyre_megatron.weights.transports.base import map_file, reserve_file
+
+    path = tmp_path / "slot"
+    with path.open("wb") as file:
+        reserve_file(file.fileno(), 1 << 20)
+    slot = map_file(path, 1 << 20)
+    source = torch.randn(1 << 18, device="cuda")
+    table = torch.tensor([[0, 0, 0, 0, 1, 512, 512, 0, 512, 1, 0, 1, 512]])  # transposed on the way
+    copy_boxes([source], [slot.view(torch.float32)], table)
+    torch.cuda.synchronize()
+    assert torch.equal(slot.view(torch.float32).reshape(512, 512), source.cpu().reshape(512, 512).t())
+    back = torch.zeros_like(source)
+    copy_boxes([slot.view(torch.float32)], [back], table)
+    assert torch.equal(back, source)
