@@ -10,7 +10,7 @@ SOURCES := $(wildcard csrc/cpu/*.cpp csrc/include/*.h) setup.py
 LIBRARY := gyre_megatron/.built
 TORCHRUN := torchrun --nproc-per-node 2 launch/train_gyre.py --config configs/demo_cpu.yaml
 
-.PHONY: setup build demo demo-control test check check-cuda bench clean
+.PHONY: setup build demo demo-control test test-slow clients check check-cuda bench clean
 
 setup: $(STAMP) $(LIBRARY)  ## install everything into .venv and build the extension
 
@@ -40,8 +40,21 @@ demo-control: setup  ## the same with a learning rate of 0: nothing is learnt
 	$(RUN) $(TORCHRUN) --set run.name=demo-control --set training.optimizer.lr=0
 	@$(RUN) python -m gyre_megatron.runtime.report runs/demo-control --label demo-control --expect flat
 
-test: setup check  ## checks, unit tests, multi-rank tests, end-to-end tests
-	$(RUN) python -m pytest
+test: setup check clients  ## checks, unit tests, multi-rank tests and end-to-end tests, but for the slow ones
+	$(RUN) python -m pytest -m "not slow $(WITHOUT_CLIENTS)"
+
+test-slow: setup  ## the rest: the widest matrices and the longest loads
+	$(RUN) python -m pytest -m slow
+
+# Real harnesses (Claude Code, Codex, mini-swe-agent) come from npm and PyPI; without npm their tests are left out.
+NPM := $(shell command -v npm)
+WITHOUT_CLIENTS := $(if $(NPM),,and not clients)
+clients:
+ifdef NPM
+	@PYTHON=$(PYTHON) bash tests/e2e/install_clients.sh
+else
+	@echo "test: npm was not found, so the tests of real harness clients are left out (apt-get install nodejs npm)"
+endif
 
 check: setup  ## lint, types, import rules
 	$(BIN)/ruff check .
