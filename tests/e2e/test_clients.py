@@ -21,7 +21,7 @@ from tests.support.replay import assert_replays
 from tests.support.scripted_agents import SUB_RESULT, SUB_TASK, ScriptedAgent, scenario, tool_call
 from tests.support.scripted_engine import ScriptedEngine
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.clients]
 
 CLIENTS = Path(__file__).with_name("clients")
 CLAUDE = CLIENTS / "node_modules/@anthropic-ai/claude-code-linux-x64/claude"

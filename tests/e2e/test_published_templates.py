@@ -13,6 +13,8 @@ from gyre_megatron.rollout.token_text import TokenText
 from gyre_megatron.rollout.tool_formats import detect_format
 from tests.support.checkpoints import make_checkpoint
 
+pytestmark = [pytest.mark.e2e, pytest.mark.clients]
+
 CLIENTS = Path(__file__).with_name("clients")
 TOKENS = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
 

@@ -16,7 +16,7 @@ import pytest
 
 from gyre_megatron.config.cluster import EngineConfig
 from gyre_megatron.config.model import TinyModelConfig
-from gyre_megatron.config.rollout import RolloutConfig, SamplingConfig
+from gyre_megatron.config.rollout import ProxyConfig, RolloutConfig, SamplingConfig
 from gyre_megatron.rollout.server import ServerSpec, SglangServer
 from gyre_megatron.runtime.tiny_model import ensure_tiny_checkpoint
 from tests.e2e.test_clients import CLAUDE
@@ -103,6 +103,23 @@ def test_many_turns_of_random_weights_replay(server: SglangServer, tmp_path: Pat
     asyncio.run(main())
 
 
+def test_a_prompt_the_engine_cannot_hold_is_an_overflow(server: SglangServer, tmp_path: Path) -> None:
+    async def main() -> None:
+        config = RolloutConfig(proxy=ProxyConfig(context_length=10 * CONTEXT))
+        async with running_proxy(tmp_path, [server], config=config, checkpoint=server.spec.checkpoint) as proxy:
+            _, token = proxy.start_execution()
+            client = anthropic.AsyncAnthropic(base_url=proxy.url, auth_token=token, api_key=None, max_retries=0)
+            common = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "0 " * 2 * CONTEXT}]}
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+                await client.messages.create(**common)
+            with pytest.raises(anthropic.APIStatusError, match="prompt is too long"):
+                async with client.messages.stream(**common) as stream:
+                    await stream.get_final_message()
+
+    asyncio.run(main())
+
+
+@pytest.mark.clients
 def test_claude_code_on_a_real_engine(server: SglangServer, tmp_path: Path) -> None:
     if not CLAUDE.exists():
         pytest.fail(f"{CLAUDE} is missing; run: bash tests/e2e/install_clients.sh")

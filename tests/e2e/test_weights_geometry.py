@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from gyre_megatron.weights.cell_sync import engine_layout
 from gyre_megatron.weights.sglang import SglangLayout
 
