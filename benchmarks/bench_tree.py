@@ -220,10 +220,11 @@ def bench_mask(repeats: int, with_flex: bool) -> dict[str, Any]:
     tables = tree_block_tables(nodes, num_tokens)
     pairs = list(zip(tables[::2], tables[1::2], strict=True))
     entries = sum(int(counts.sum()) + counts.numel() for counts, _ in pairs)
-    scratch = torch.zeros(sum(t.numel() for t in tables), dtype=torch.int32)
+    scratch = torch.zeros(sum(t.untyped_storage().nbytes() // 4 for t in tables), dtype=torch.int32)
     # The floor: as many bytes written once into rows of the same tables (every row at its mean length); and, for
     # comparison, into one contiguous buffer, which no block table is.
-    rows = [torch.zeros_like(table[0, 0])[:, : -(-int(counts.sum()) // counts.numel())] for counts, table in pairs]
+    shapes = [(table.shape[2], table.stride(2), -(-int(n.sum()) // n.numel())) for n, table in pairs]
+    rows = [torch.zeros(r, width, dtype=torch.int32)[:, :mean] for r, width, mean in shapes]
     contiguous = torch.zeros(entries, dtype=torch.int32)
     del tables, pairs
     own = median_ms(lambda: tree_block_tables(nodes, num_tokens, scratch=scratch))
