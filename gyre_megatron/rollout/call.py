@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
@@ -203,13 +204,20 @@ class RunningCall:
                 if self._parser.stopped_by is not None:
                     break
         except EngineRefused as error:
-            raise BadRequest(f"the engine refused the call: {error}", "internal", 500) from error
+            raise self._refusal(error) from error
         except EngineError as error:
             raise BadRequest(f"no engine could finish the call: {error}", "internal", 529) from error
         finally:
             await stream.aclose()
         yield self._parser.feed(self._decoder.finish()) + self._parser.finish()
         self._set_finish(finish)
+
+    def _refusal(self, error: EngineRefused) -> BadRequest:
+        """What an engine refuses for its length (its cache may hold less than the context) is an overflow."""
+        if re.search(r"(?i)longer than|too long|exceed", str(error)):
+            numbers = (len(self._prompt.token_ids), self._context.renderer.context_length)
+            return BadRequest(f"the prompt does not fit the engine: {error}", "overflow", numbers=numbers)
+        return BadRequest(f"the engine refused the call: {error}", "internal", 500)
 
     def _route_recorder(self) -> RouteRecorder | None:
         shape = self._context.renderer.routing_shape

@@ -31,15 +31,17 @@ def drive(
     body: Callable[[RunningProxy, str], Awaitable[None]],
     context_length: int = 8192,
     replays: bool = True,
+    template: str = "chatml",
+    answer: Callable[[str, str], str] = add_agent,
     **engine: float,
 ) -> None:
     """Serve the tool-calling script, run `body(proxy, token)`, check that every token replays."""
 
     async def main() -> None:
-        agent = ScriptedAgent(add_agent)
+        agent = ScriptedAgent(answer)
         server = await ScriptedEngine(agent, version=2, **engine).start()
         config = RolloutConfig(proxy=ProxyConfig(ping_interval_s=0.05))
-        async with running_proxy(folder, [server], config=config, context_length=context_length) as proxy:
+        async with running_proxy(folder, [server], template, config, context_length) as proxy:
             agent.renderer = proxy.renderer
             execution_id, token = proxy.start_execution()
             await body(proxy, token)
@@ -160,6 +162,34 @@ def test_responses(tmp_path: Path, stream: bool) -> None:
         assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens
 
     drive(tmp_path, body)
+
+
+def test_xml_tool_calls_take_the_types_of_the_schema(tmp_path: Path) -> None:
+    calls = "".join(
+        f"<tool_call>\n<function=add>\n<parameter=a>\n{a}\n</parameter>\n<parameter=note>\n{note}\n</parameter>\n"
+        "</function>\n</tool_call>\n"
+        for a, note in ((2, "12"), (3, "two\nlines"))
+    )
+
+    async def body(proxy: RunningProxy, token: str) -> None:
+        client = anthropic.AsyncAnthropic(base_url=proxy.url, auth_token=token, api_key=None)
+        properties = {"a": {"type": "integer"}, "note": {"type": "string"}}
+        tools = [{"name": "add", "input_schema": {"type": "object", "properties": properties}}]
+        messages: list = [{"role": "user", "content": "add"}]
+        first = await client.messages.create(model="m", max_tokens=500, tools=tools, messages=messages)
+        assert [b.input for b in first.content] == [{"a": 2, "note": "12"}, {"a": 3, "note": "two\nlines"}]
+        results = [{"type": "tool_result", "tool_use_id": b.id, "content": "ok"} for b in first.content]
+        messages += [{"role": "assistant", "content": [b.model_dump() for b in first.content]}]
+        messages += [{"role": "user", "content": results}]
+        second = await client.messages.create(model="m", max_tokens=500, tools=tools, messages=messages)
+        assert second.content[0].text == "done"
+
+    drive(
+        tmp_path,
+        body,
+        template="qwen3_coder",
+        answer=lambda text, last: "done" if "<tool_response>" in last else calls,
+    )
 
 
 def test_overflow_is_told_in_each_dialects_own_form(tmp_path: Path) -> None:
