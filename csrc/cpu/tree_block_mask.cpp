@@ -79,11 +79,16 @@ struct Table {
   int32_t *count, *index;
   int64_t width;
 
-  Table(int64_t rows, int64_t width_, const at::Tensor& like, at::Tensor& scratch) : width(std::max<int64_t>(width_, 1)) {
+  // `full` is the width FlexAttention expects (all blocks); memory is only as wide as the longest row, and the rows of
+  // the view overlap beyond their counts, where nothing is read.
+  Table(int64_t rows, int64_t width_, int64_t full, const at::Tensor& like, at::Tensor& scratch)
+      : width(std::max<int64_t>(width_, 1)) {
     counts = take(rows, like, scratch).view({1, 1, rows});
-    indices = take(rows * width, like, scratch).view({1, 1, rows, width});
-    count = counts.mutable_data_ptr<int32_t>();
+    const int64_t tail = std::max<int64_t>(full - width, 0);
+    indices = take(rows * width + tail, like, scratch);
     index = indices.mutable_data_ptr<int32_t>();
+    indices = indices.as_strided({1, 1, rows, std::max(full, width)}, {rows * width, rows * width, width, 1});
+    count = counts.mutable_data_ptr<int32_t>();
   }
 
   int32_t* row(int64_t r) { return index + r * width; }
@@ -118,7 +123,8 @@ std::pair<Table, Table> key_tables(const std::vector<ColumnBounds>& bounds, cons
     most_partial = std::max(most_partial, partial_counts[i] + 1);
     most_whole = std::max(most_whole, whole_counts[i]);
   }
-  Table some(held.size(), most_partial, like, scratch), all(held.size(), most_whole, like, scratch);
+  const auto rows = static_cast<int64_t>(held.size()), full = static_cast<int64_t>(bounds.size());
+  Table some(rows, most_partial, full, like, scratch), all(rows, most_whole, full, like, scratch);
   size_t r = 0;
   scan_rows(bounds, [&](int32_t i, const auto& whole, const auto& partial) {
     if (r == held.size() || held[r] != i) return;
@@ -147,7 +153,8 @@ std::pair<Table, Table> query_tables(const std::vector<ColumnBounds>& bounds, co
     most_whole = std::max(most_whole, whole(j).last - whole(j).first);
     most_partial = std::max(most_partial, 1 + partial(j).last - partial(j).first);
   }
-  Table some(n, most_partial, like, scratch), all(n, most_whole, like, scratch);
+  const auto full = static_cast<int64_t>(held.size());
+  Table some(n, most_partial, full, like, scratch), all(n, most_whole, full, like, scratch);
   for (int32_t j = 0; j < n; ++j) {
     int32_t* out = some.row(j);
     if (place[j] < place[j + 1]) *out++ = place[j];  // the diagonal

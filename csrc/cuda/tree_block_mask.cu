@@ -9,6 +9,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "tree_blocks.h"
@@ -126,8 +127,12 @@ tree_block_mask(const at::Tensor& starts, const at::Tensor& ends, const at::Tens
                         .clamp_min(1)
                         .cpu();
   const auto* w = most.const_data_ptr<int32_t>();
-  const auto ski = at::empty({1, 1, rows, w[0]}, options), aki = at::empty({1, 1, rows, w[1]}, options);
-  const auto sqi = at::empty({1, 1, n, w[2]}, options), aqi = at::empty({1, 1, n, w[3]}, options);
+  // Views report the width FlexAttention expects; memory is as wide as the longest row (see the CPU path).
+  auto table = [&](int64_t r, int64_t width, int64_t full) {
+    return at::empty({r * width + std::max<int64_t>(full - width, 0)}, options)
+        .as_strided({1, 1, r, std::max(full, width)}, {r * width, r * width, width, 1});
+  };
+  const auto ski = table(rows, w[0], n), aki = table(rows, w[1], n), sqi = table(n, w[2], rows), aqi = table(n, w[3], rows);
   launch(ski.mutable_data_ptr<int32_t>(), w[0], aki.mutable_data_ptr<int32_t>(), w[1], sqi.mutable_data_ptr<int32_t>(),
          w[2], aqi.mutable_data_ptr<int32_t>(), w[3]);
   return {some_k, ski, all_k, aki, some_q, sqi, all_q, aqi};

@@ -1,6 +1,7 @@
 """FlexAttention's BlockMask of a packed tree, straight from node intervals.
 
-Nothing of size tokens x tokens or blocks x blocks is ever tested; tables are as wide as their longest row.
+Nothing of size tokens x tokens or blocks x blocks is ever tested or stored: tables report the width that FlexAttention
+expects and hold as much as their longest row.
 """
 
 from __future__ import annotations
