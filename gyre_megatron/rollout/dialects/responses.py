@@ -25,9 +25,7 @@ class Responses:
     def parse(self, body: dict[str, Any]) -> CallRequest:
         """See Dialect.parse."""
         if body.get("previous_response_id") is not None:
-            raise BadRequest(
-                "previous_response_id: responses are not kept; send the whole input instead"
-            )
+            raise BadRequest("previous_response_id: responses are not kept; send the whole input instead")
         return CallRequest(
             dialect=self.name,
             model=base.text_of(body.get("model"), "model"),
