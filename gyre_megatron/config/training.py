@@ -33,7 +33,8 @@ class GspoConfig(Section):
     kl_coefficient: float = Field(0.0, ge=0)
     """Weight of the KL to the reference policy (the checkpoint training began from); 0 keeps no reference."""
     denominator: Literal["execution", "batch_tokens", "constant"] = "execution"
-    """Loss denominator: mean per execution, mean over the packed tokens, or a constant length (Dr. GRPO)."""
+    """Loss denominator: mean per execution (the paper), mean over the tokens packed together (a group), or a constant
+    length (Dr. GRPO)."""
     constant_length: int | None = Field(None, ge=1)
     """Tokens to divide by under denominator `constant`."""
 

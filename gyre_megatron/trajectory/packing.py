@@ -125,7 +125,7 @@ def pack(
     Args:
         num_executions: Executions of the whole batch (not only of `trees`): the outer mean of the loss.
         denominator: `execution`: mean over an execution's trained tokens; `batch_tokens`: mean over all trained tokens
-            of `trees`; `constant`: sum over `constant_length` (Dr. GRPO).
+            of `trees`, times their share of the batch's executions; `constant`: sum over `constant_length` (Dr. GRPO).
         keep_executions_whole: never split an execution over bins (needed by the execution-level ratio).
         linear_cost: cost of a token's matrix products, in visible pairs (about 6 hidden sizes).
 
@@ -157,7 +157,8 @@ def _token_weights(
         return [1.0 / (constant_length * num_executions)] * len(trees)
     counts = [tree.num_trained_tokens for tree in trees]
     if denominator == "batch_tokens":
-        return [1.0 / max(1, sum(counts))] * len(trees)
+        share = len(trees) / num_executions
+        return [share / max(1, sum(counts))] * len(trees)
     if denominator != "execution":
         raise TrajectoryError(f"denominator {denominator!r} must be 'execution', 'batch_tokens' or 'constant'")
     return [1.0 / (max(1, count) * num_executions) for count in counts]

@@ -184,4 +184,4 @@ class TestRefusals:
         (packed,) = pack([branching_tree()], 64, 2, denominator="constant", constant_length=100)
         assert packed.edge_weights.tolist() == pytest.approx([1 / 200] * 7)
         (packed,) = pack([branching_tree(), branching_tree()], 64, 5, denominator="batch_tokens")
-        assert packed.edge_weights.tolist() == pytest.approx([1 / 14] * 14)
+        assert packed.edge_weights.tolist() == pytest.approx([2 / 5 / 14] * 14)
