@@ -8,9 +8,9 @@ import os
 import shutil
 from glob import glob
 
+import torch
 from setuptools import find_packages, setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
-import torch
 
 CXX_FLAGS = ["-O3", "-std=c++20", "-march=native", "-fopenmp", "-Wall", "-Wextra", "-Werror=return-type"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo"]
