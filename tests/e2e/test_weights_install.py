@@ -49,7 +49,7 @@ class Cell:
     def __init__(self, family: str, tp: int, layout: dict[str, int], folder: Path) -> None:
         self.checkpoint, self.folder = _checkpoint(family, folder / "checkpoint"), folder
         engine = EngineConfig(
-            dtype="float32", context_length=2048, max_total_tokens=8192, max_running_requests=8, mem_fraction_static=0.2
+            dtype="float32", context_length=2048, max_total_tokens=8192, max_running_requests=8, mem_fraction_static=0.9
         )
         self.server = SglangServer(ServerSpec(self.checkpoint, tp, "cpu", "127.0.0.1", 0, folder / "log"), engine)
         self.server.start()
