@@ -62,11 +62,14 @@ def measure(
     plan: RankPlan = made["plan"]
     check_coverage(target, rank, [p for parcels in plan.receives.values() for p in parcels] + plan.local)
     bound = raw_move(kind, plan, transport)
-    runs, raws = [], []
+    stays = torch.zeros(max(1, 2 * total_numel(plan.local)), dtype=torch.uint8)
+    moved_here = torch.zeros_like(stays)
+    runs, raws, raws_with_local = [], [], []
     for _ in range(repeats):  # in turns, so that a busy moment of the machine weighs on both
         runs.append((slowest(lambda: made.update(times=made["resharder"].run())), made["times"]))
         raws.append(slowest(bound))
-    raw = statistics.median(raws)
+        raws_with_local.append(slowest(lambda: (moved_here.copy_(stays), bound())))
+    raw, raw_with_local = statistics.median(raws), statistics.median(raws_with_local)
     seconds = statistics.median(run for run, _ in runs)
     times = min(runs, key=lambda run: abs(run[0] - seconds))[1]
     sent = 2 * sum(total_numel(parcels) for parcels in plan.sends.values())
@@ -84,7 +87,8 @@ def measure(
     return dict(
         transport=kind, seconds=seconds, cold_seconds=cold_seconds, bytes_moved=moved,
         bytes_local=sum(one["local"] for one in everyone), bytes_in_max=worst["received"], bytes_out_max=worst["sent"],
-        bound_seconds=raw, raw_gb_per_s=moved / raw / 1e9, ratio_to_bound=seconds / raw, plan_seconds=worst["plan"],
+        bound_seconds=raw, raw_gb_per_s=moved / raw / 1e9, ratio_to_bound=seconds / raw, bound_with_local_seconds=raw_with_local,
+        ratio_with_local=seconds / raw_with_local, plan_seconds=worst["plan"],
         peak_staging_mib=worst["staging"] / 2**20,
         stages={key: worst[key] for key in ("plan", "pack", "wire", "install")},
         min_seconds=min(run for run, _ in runs), max_seconds=max(run for run, _ in runs),
