@@ -87,7 +87,8 @@ def measure(
     return dict(
         transport=kind, seconds=seconds, cold_seconds=cold_seconds, bytes_moved=moved,
         bytes_local=sum(one["local"] for one in everyone), bytes_in_max=worst["received"], bytes_out_max=worst["sent"],
-        bound_seconds=raw, raw_gb_per_s=moved / raw / 1e9, ratio_to_bound=seconds / raw, bound_with_local_seconds=raw_with_local,
+        bound_seconds=raw, raw_gb_per_s=moved / raw / 1e9, ratio_to_bound=seconds / raw,
+        bound_with_local_seconds=raw_with_local,
         ratio_with_local=seconds / raw_with_local, plan_seconds=worst["plan"],
         peak_staging_mib=worst["staging"] / 2**20,
         stages={key: worst[key] for key in ("plan", "pack", "wire", "install")},
