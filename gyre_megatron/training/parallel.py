@@ -57,7 +57,7 @@ def check_layout(config: TrainingConfig, architecture: Architecture, num_ranks: 
         heads = architecture.gdn.num_key_heads
         _divides("tp*cp", config.tp * config.cp, "linear_num_key_heads", heads)
         if config.tp > 1 and not config.uses_sequence_parallel:
-            raise ConfigError("Gated DeltaNet with tp > 1 needs training.sequence_parallel (its output norm's gradient)")
+            raise ConfigError("Gated DeltaNet with tp > 1 needs training.sequence_parallel (for its output norm)")
 
 
 def _divides(name: str, divisor: int, what: str, number: int) -> None:
