@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import json
+import os
 import shutil
 import tempfile
 import weakref
@@ -25,6 +26,17 @@ from gyre_megatron.weights.shadow import STATUS_FILE
 
 LOADER = "gyre_megatron.rollout.weight_loader.load"
 """Pass this to SGLang as --custom-weight-loader."""
+
+
+_PREFIX = "gyre-weights-"
+
+
+def sweep(folder: Path) -> None:
+    """Remove what publishers that were killed left in shared memory: their status files."""
+    for left in folder.glob(f"{_PREFIX}*"):
+        owner = left.name.removeprefix(_PREFIX).split("-")[0]
+        if not (owner.isdigit() and Path(f"/proc/{owner}").exists()):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 class EngineInstaller:
@@ -47,7 +59,9 @@ class EngineInstaller:
             Each rank's answer: its tensors and pieces.
         """
         self.discard()
-        self.directory = Path(tempfile.mkdtemp(prefix="gyre-weights-", dir=self._config.shared_memory_dir))
+        sweep(Path(self._config.shared_memory_dir))
+        prefix = f"{_PREFIX}{os.getpid()}-"
+        self.directory = Path(tempfile.mkdtemp(prefix=prefix, dir=self._config.shared_memory_dir))
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
         with self._session():
             return self.command("attach", architecture=architecture.model_dump(mode="json"))

@@ -121,3 +121,14 @@ def test_block_scales(shape):
     error = (dequantize_blocks(values, scales) - weight).abs()
     wide = scales.repeat_interleave(BLOCK, -2)[..., : shape[-2], :].repeat_interleave(BLOCK, -1)[..., : shape[-1]]
     assert (error <= torch.maximum(weight.abs() / 16 * 1.01, wide * 2**-9)).all()
+
+
+def test_what_a_killed_publisher_left_is_swept_and_a_live_one_is_kept(tmp_path):
+    import os
+
+    from gyre_megatron.weights.engine import sweep
+
+    for owner in (os.getpid(), 2**22 + 1):  # larger than any process id
+        (tmp_path / f"gyre-weights-{owner}-x").mkdir()
+    sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [f"gyre-weights-{os.getpid()}-x"]
