@@ -110,10 +110,20 @@ class SglangServer:
         if config.max_total_tokens is not None:
             values["--max-total-tokens"] = config.max_total_tokens
         if spec.device == "cuda":
-            flags = ["--sleep-on-idle", "--skip-server-warmup", "--enable-memory-saver"]
+            flags = [
+                "--sleep-on-idle",
+                "--skip-server-warmup",
+                "--incremental-streaming-output",
+                "--enable-memory-saver",
+            ]
             values["--base-gpu-id"] = spec.base_gpu_id
         else:
-            flags = ["--sleep-on-idle", "--skip-server-warmup", "--disable-cuda-graph"]
+            flags = [
+                "--sleep-on-idle",
+                "--skip-server-warmup",
+                "--incremental-streaming-output",
+                "--disable-cuda-graph",
+            ]
             values |= {
                 "--attention-backend": "torch_native",
                 "--sampling-backend": "pytorch",

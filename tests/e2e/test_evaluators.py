@@ -13,7 +13,7 @@ from gyre_megatron.rollout.evaluators import EvaluatorFailure, evaluate
 from gyre_megatron.rollout.tasks import EvaluatorSpec, Task, TaskSet
 from gyre_megatron.rollout.workspace import Workspace, copy_contained
 
-PACKAGES = TaskSet.load(Path(__file__).parents[2] / "tasks" / "packages")
+PACKAGES = TaskSet.load(Path(__file__).parents[2] / "examples" / "packages")
 ENVIRONMENT = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
 
 
