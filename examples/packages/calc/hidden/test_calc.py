@@ -1,7 +1,8 @@
 """Hidden tests of the package `calc`."""
 
-import calc
 import pytest
+
+import calc
 
 
 def test_sums():

@@ -1,7 +1,8 @@
 """Hidden tests of the package `emitter`."""
 
-import emitter
 import pytest
+
+import emitter
 
 
 def test_emit_in_order():

@@ -1,7 +1,8 @@
 """Hidden tests of the package `graphs`."""
 
-import graphs
 import pytest
+
+import graphs
 
 GRAPH = {"a": ["b", "c"], "b": ["d"], "c": ["d"], "x": ["y"]}
 

@@ -1,7 +1,8 @@
 """Hidden tests of the package `inifiles`."""
 
-import inifiles
 import pytest
+
+import inifiles
 
 
 def test_sections():

@@ -1,7 +1,8 @@
 """Hidden tests of the package `intervals`."""
 
-import intervals
 import pytest
+
+import intervals
 
 
 def test_merge_overlapping():

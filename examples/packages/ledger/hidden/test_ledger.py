@@ -1,7 +1,8 @@
 """Hidden tests of the package `ledger`."""
 
-import ledger
 import pytest
+
+import ledger
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Hidden tests of the package `lru`."""
 
-import lru
 import pytest
+
+import lru
 
 
 def test_put_and_get():

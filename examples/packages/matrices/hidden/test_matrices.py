@@ -1,7 +1,8 @@
 """Hidden tests of the package `matrices`."""
 
-import matrices
 import pytest
+
+import matrices
 
 
 def test_transpose():

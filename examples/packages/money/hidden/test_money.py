@@ -1,7 +1,8 @@
 """Hidden tests of the package `money`."""
 
-import money
 import pytest
+
+import money
 
 
 def euro(amount):

@@ -1,7 +1,8 @@
 """Hidden tests of the package `paths`."""
 
-import paths
 import pytest
+
+import paths
 
 DATA = {"a": {"b": [{"c": 1}, 2]}, "x": None}
 

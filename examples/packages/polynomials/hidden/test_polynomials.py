@@ -1,7 +1,8 @@
 """Hidden tests of the package `polynomials`."""
 
-import polynomials
 import pytest
+
+import polynomials
 
 
 def test_add():

@@ -1,6 +1,7 @@
 """Hidden tests of the package `queues`."""
 
 import pytest
+
 import queues
 
 

@@ -1,6 +1,7 @@
 """Hidden tests of the package `rings`."""
 
 import pytest
+
 import rings
 
 

@@ -1,6 +1,7 @@
 """Hidden tests of the package `roman`."""
 
 import pytest
+
 import roman
 
 

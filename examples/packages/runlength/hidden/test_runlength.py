@@ -1,6 +1,7 @@
 """Hidden tests of the package `runlength`."""
 
 import pytest
+
 import runlength
 
 

@@ -1,6 +1,7 @@
 """Hidden tests of the package `semver`."""
 
 import pytest
+
 import semver
 
 

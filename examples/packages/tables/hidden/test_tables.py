@@ -1,6 +1,7 @@
 """Hidden tests of the package `tables`."""
 
 import pytest
+
 import tables
 
 

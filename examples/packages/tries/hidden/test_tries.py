@@ -1,6 +1,7 @@
 """Hidden tests of the package `tries`."""
 
 import pytest
+
 import tries
 
 

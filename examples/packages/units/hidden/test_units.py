@@ -1,6 +1,7 @@
 """Hidden tests of the package `units`."""
 
 import pytest
+
 import units
 
 
