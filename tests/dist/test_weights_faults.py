@@ -35,17 +35,17 @@ def test_everyone_stops_and_the_next_swap_works(start, kind, fault):
     processes = start(faulty, kind, fault)
     survivors = [rank for rank in range(N) if rank != 1]
     # a wait for the process that is gone, then the vote
-    for outcome, seconds in [processes.answer(rank, 40) for rank in survivors]:
+    for outcome, seconds in [processes.answer(rank, 90) for rank in survivors]:
         assert "given up" in outcome and "previous weights stay" in outcome
-        assert seconds < 2 * TIMEOUT_S + 2
+        assert seconds < 2 * TIMEOUT_S + 20  # hung means minutes; a busy machine adds some seconds
     if fault == "hang":
         os.kill(processes.processes[1].pid, signal.SIGCONT)
     if fault != "kill":
-        assert "given up" in processes.answer(1, 40)[0]
+        assert "given up" in processes.answer(1, 90)[0]
         for rank in range(N):
             processes.pipes[rank].send("go on")
         survivors = list(range(N))
-    assert [processes.answer(rank, 40) for rank in survivors] == ["next swap exact"] * len(survivors)
+    assert [processes.answer(rank, 90) for rank in survivors] == ["next swap exact"] * len(survivors)
 
 
 @pytest.mark.parametrize("kind", ["ipc", "collective", "file"])
@@ -105,4 +105,4 @@ def test_a_silent_process_is_named(tmp_path):
 )
 def test_the_configured_transport_is_used_within_its_staging(start, configured, made):
     processes = start(chosen, configured)
-    assert [processes.answer(rank, 40) for rank in range(N)] == [(made, True)] * N
+    assert [processes.answer(rank, 90) for rank in range(N)] == [(made, True)] * N
