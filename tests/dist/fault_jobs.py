@@ -131,11 +131,10 @@ def faulty(kind: str, fault: str, rank: int, n: int, port: int, folder: str, pip
     except TransferError as error:
         outcome = str(error)
     pipe.send((outcome, time.monotonic() - start))
+    pipe.recv()  # everyone is back
     if fault == "kill":  # the others go on without it: a new membership
         members = [0, *range(2, n)]
         swapper = Swapper(kind, store, members.index(rank), n - 1, folder, name="t-next")
-    else:
-        pipe.recv()  # everyone is back
     swapper.swap(3)
     pipe.send("next swap exact")
     os._exit(0)
