@@ -33,12 +33,12 @@ $(LIBRARY): $(STAMP) $(SOURCES)
 demo: setup  ## the main job on two CPU cores: learns, shows role switches, prints a summary line last
 	@rm -rf runs/demo
 	$(RUN) $(TORCHRUN)
-	@$(RUN) python -m gyre_megatron.runtime.report runs/demo --label demo --expect rise
+	@$(RUN) python -m gyre_megatron.observe.report runs/demo --label demo --expect rise
 
 demo-control: setup  ## the same with a learning rate of 0: nothing is learnt
 	@rm -rf runs/demo-control
 	$(RUN) $(TORCHRUN) --set run.name=demo-control --set training.optimizer.lr=0
-	@$(RUN) python -m gyre_megatron.runtime.report runs/demo-control --label demo-control --expect flat
+	@$(RUN) python -m gyre_megatron.observe.report runs/demo-control --label demo-control --expect flat
 
 test: setup check clients  ## checks, unit tests, multi-rank tests and end-to-end tests, but for the slow ones
 	$(RUN) python -m pytest -m "not slow $(WITHOUT_CLIENTS)"

@@ -1,7 +1,8 @@
 """Build gyre_megatron and its native extension.
 
-Every `csrc/cpu/*.cpp` is compiled; every `csrc/cuda/*.cu` too where a CUDA build of torch and nvcc exist.
-`GYRE_SKIP_CUDA_BUILD=1` leaves the CUDA sources out. Operators register themselves under `torch.ops.gyre`.
+Every `csrc/cpu/*.cpp` is compiled; every `csrc/cuda/*.cu` too where a CUDA build of torch and nvcc
+exist. `GYRE_SKIP_CUDA_BUILD=1` leaves the CUDA sources out. Operators register themselves under
+`torch.ops.gyre`.
 """
 
 import os
@@ -12,13 +13,26 @@ import torch
 from setuptools import find_packages, setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
-CXX_FLAGS = ["-O3", "-std=c++20", "-march=native", "-fopenmp", "-Wall", "-Wextra", "-Werror=return-type"]
+CXX_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-march=native",
+    "-fopenmp",
+    "-Wall",
+    "-Wextra",
+    "-Werror=return-type",
+]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo"]
 
 
 def with_cuda() -> bool:
     skip = os.environ.get("GYRE_SKIP_CUDA_BUILD", "0") == "1"
-    return not skip and torch.version.cuda is not None and CUDA_HOME is not None and shutil.which("nvcc") is not None
+    return (
+        not skip
+        and torch.version.cuda is not None
+        and CUDA_HOME is not None
+        and shutil.which("nvcc") is not None
+    )
 
 
 def extension():
@@ -27,8 +41,12 @@ def extension():
     link = ["-fopenmp"]
     if with_cuda() and cuda:
         args = {"cxx": [*CXX_FLAGS, "-DGYRE_WITH_CUDA"], "nvcc": NVCC_FLAGS}
-        return CUDAExtension(sources=cpu + cuda, extra_compile_args=args, extra_link_args=link, **common)
-    return CppExtension(sources=cpu, extra_compile_args={"cxx": CXX_FLAGS}, extra_link_args=link, **common)
+        return CUDAExtension(
+            sources=cpu + cuda, extra_compile_args=args, extra_link_args=link, **common
+        )
+    return CppExtension(
+        sources=cpu, extra_compile_args={"cxx": CXX_FLAGS}, extra_link_args=link, **common
+    )
 
 
 setup(

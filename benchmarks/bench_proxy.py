@@ -1,8 +1,9 @@
 """What the proxy adds to a call: `python benchmarks/bench_proxy.py --json results.json`.
 
-A scripted engine answers at once, so what is measured is the way there and back. `overhead` is the time of a call
-through the proxy minus the time of the same ids sent straight to the engine's /generate, both measured alternately
-in this run. The proxy, the engine and the client are processes of their own.
+A scripted engine answers at once, so what is measured is the way there and back. `overhead` is the
+time of a call through the proxy minus the time of the same ids sent straight to the engine's
+/generate, both measured alternately in this run. The proxy, the engine and the client are processes
+of their own.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gyre_megatron.config.rollout import RolloutConfig
-from gyre_megatron.rollout.proxy import create_proxy_app
-from gyre_megatron.rollout.renderer import Renderer
-from gyre_megatron.rollout.router import Router
+from gyre_megatron.engines.router import Router
+from gyre_megatron.proxy.app import create_proxy_app
+from gyre_megatron.text.renderer import Renderer
 from gyre_megatron.trajectory.store import TrajectoryStore
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_processes import free_port
@@ -93,7 +94,9 @@ def serve_proxy(port: int, engine: str, folder: Path) -> None:
             execution_id = store.add_group(group, {"task": "bench"}, 1, 0)[0]
             return {"execution": execution_id, "token": store.start_execution(execution_id)}
 
-        await uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off")).serve()
+        await uvicorn.Server(
+            uvicorn.Config(app, port=port, log_level="warning", lifespan="off")
+        ).serve()
 
     asyncio.run(main())
 
@@ -120,7 +123,9 @@ class Talk:
         body = orjson.dumps({"model": "m", "max_tokens": OUTPUT_TOKENS, "messages": self.messages})
         headers = {"x-api-key": self._token, "content-type": "application/json"}
         started = time.perf_counter()
-        async with self._session.post(f"{self._cluster.proxy}/v1/messages", data=body, headers=headers) as response:
+        async with self._session.post(
+            f"{self._cluster.proxy}/v1/messages", data=body, headers=headers
+        ) as response:
             answer = orjson.loads(await response.read())
             elapsed = time.perf_counter() - started
             assert response.status == 200, answer
@@ -130,10 +135,17 @@ class Talk:
         return elapsed
 
     async def direct(self, num_tokens: int) -> float:
-        """As many ids sent straight to the engine, read to the end; body encoding excluded here too."""
+        """As many ids sent straight to the engine, read to the end; body encoding excluded here
+        too."""
         ids = np.full(num_tokens, 300, np.int32)
         sampling = {"temperature": 1.0, "max_new_tokens": OUTPUT_TOKENS}
-        body = {"rid": "bench", "stream": True, "return_logprob": True, "sampling_params": sampling, "input_ids": ids}
+        body = {
+            "rid": "bench",
+            "stream": True,
+            "return_logprob": True,
+            "sampling_params": sampling,
+            "input_ids": ids,
+        }
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         started = time.perf_counter()
         async with self._session.post(f"{self._cluster.engine}/generate", data=data) as response:
@@ -163,13 +175,17 @@ async def measure_history(cluster: Cluster, history_tokens: int, rounds: int) ->
         "overhead_ms_min": overhead[0],
         "direct_ms_p50": base * 1e3,
         "retokenise_ms": retokenise * 1e3,
-        "times_cheaper_than_retokenising": retokenise * 1e3 / max(statistics.median(overhead), 1e-9),
+        "times_cheaper_than_retokenising": retokenise
+        * 1e3
+        / max(statistics.median(overhead), 1e-9),
     }
 
 
 def _retokenise(renderer: Renderer, messages: list[dict[str, Any]]) -> float:
     """What a proxy without token-in pays: render and encode the whole history (best of three)."""
-    flat = [{**m, "content": m["content"] if isinstance(m["content"], str) else ""} for m in messages]
+    flat = [
+        {**m, "content": m["content"] if isinstance(m["content"], str) else ""} for m in messages
+    ]
     times = []
     for _ in range(3):
         started = time.perf_counter()
@@ -181,7 +197,10 @@ def _retokenise(renderer: Renderer, messages: list[dict[str, Any]]) -> float:
 async def measure_load(cluster: Cluster, concurrency: int, seconds: float) -> dict[str, float]:
     """Many executions calling at once, with histories that grow."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        talks = [Talk(session, cluster, await _token(session, cluster, f"c{i}")) for i in range(concurrency)]
+        talks = [
+            Talk(session, cluster, await _token(session, cluster, f"c{i}"))
+            for i in range(concurrency)
+        ]
         for talk in talks:
             talk.fill(8_000, 400, 20)
         deadline, times = time.perf_counter() + seconds, []
@@ -193,7 +212,11 @@ async def measure_load(cluster: Cluster, concurrency: int, seconds: float) -> di
         started = time.perf_counter()
         await asyncio.gather(*map(run, talks))
         elapsed = time.perf_counter() - started
-    return {"concurrency": concurrency, "calls_per_second": len(times) / elapsed, "num_calls": len(times)}
+    return {
+        "concurrency": concurrency,
+        "calls_per_second": len(times) / elapsed,
+        "num_calls": len(times),
+    }
 
 
 async def _token(session: aiohttp.ClientSession, cluster: Cluster, group: str) -> str:
@@ -230,14 +253,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         engine_port, proxy_port = free_port(), free_port()
         engine_url = f"http://127.0.0.1:{engine_port}"
         engine = context.Process(target=serve_engine, args=(engine_port,), daemon=True)
-        proxy = context.Process(target=serve_proxy, args=(proxy_port, engine_url, folder), daemon=True)
+        proxy = context.Process(
+            target=serve_proxy, args=(proxy_port, engine_url, folder), daemon=True
+        )
         engine.start()
         proxy.start()
         try:
             cluster = Cluster(f"http://127.0.0.1:{proxy_port}", engine_url, folder, proxy.pid or 0)
             _wait(cluster.engine)
             _wait(cluster.proxy)
-            histories = [asyncio.run(measure_history(cluster, h, arguments.rounds)) for h in arguments.history]
+            histories = [
+                asyncio.run(measure_history(cluster, h, arguments.rounds))
+                for h in arguments.history
+            ]
             load = asyncio.run(measure_load(cluster, arguments.concurrency, arguments.seconds))
             rss = psutil.Process(cluster.proxy_pid).memory_info().rss / 2**20
         finally:
@@ -255,12 +283,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def summary(result: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """The flat keys that are compared between runs, the longest history first among them."""
     longest = result["histories"][-1]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return {
         "overhead_ms_p50": longest["overhead_ms_p50"],
         "overhead_ms_p99": longest["overhead_ms_p99"],
         "history_tokens": longest["history_tokens"],
-        **{key: result[key] for key in ("concurrency", "calls_per_second", "rss_mib", "bytes_per_token_stored")},
+        **{
+            key: result[key]
+            for key in ("concurrency", "calls_per_second", "rss_mib", "bytes_per_token_stored")
+        },
         "histories": result["histories"],
         "config": {name: value for name, value in vars(arguments).items() if name != "json"},
         "commit": commit,
@@ -273,16 +306,27 @@ def show(result: dict[str, Any]) -> None:
     """The table a person reads."""
     table = Table("history", "overhead p50", "p99", "direct", "re-tokenise", "cheaper", "target")
     for row in result["histories"]:
-        target = next((f"<= {ms:g} ms" for tokens, ms in TARGETS_MS.items() if row["history_tokens"] >= tokens), "")
+        target = next(
+            (
+                f"<= {ms:g} ms"
+                for tokens, ms in TARGETS_MS.items()
+                if row["history_tokens"] >= tokens
+            ),
+            "",
+        )
         target = "<= 40 ms" if row["history_tokens"] >= 650_000 else target
         keys = ("overhead_ms_p50", "overhead_ms_p99", "direct_ms_p50", "retokenise_ms")
         cheaper = f"{row['times_cheaper_than_retokenising']:.0f}x"
-        table.add_row(f"{row['history_tokens']:,}", *(f"{row[key]:.1f} ms" for key in keys), cheaper, target)
+        table.add_row(
+            f"{row['history_tokens']:,}", *(f"{row[key]:.1f} ms" for key in keys), cheaper, target
+        )
     console = Console()
     console.print(table)
     console.print(
-        f"{result['concurrency']} executions at once: {result['calls_per_second']:.0f} calls/s; proxy "
-        f"{result['rss_mib']:.0f} MiB; {result['bytes_per_token_stored']:.2f} bytes stored per token"
+        f"{result['concurrency']} executions at once: {result['calls_per_second']:.0f} calls/s; "
+        "proxy "
+        f"{result['rss_mib']:.0f} MiB; {result['bytes_per_token_stored']:.2f} bytes stored per "
+        "token"
     )
 
 

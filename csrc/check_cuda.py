@@ -1,4 +1,5 @@
-"""Compile every csrc/cuda/*.cu for the architectures we support, on a machine with nvcc but no GPU."""
+"""Compile every csrc/cuda/*.cu for the architectures we support, on a machine with nvcc but no
+GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ GENERATED = "c10/cuda/impl/cuda_cmake_macros.h"
 
 def include_folders(scratch: Path) -> list[str]:
     """Include flags, with the generated header filled in where torch is a CPU build."""
-    folders = [ROOT / "include", TORCH, TORCH / "torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
+    folders = [
+        ROOT / "include",
+        TORCH,
+        TORCH / "torch/csrc/api/include",
+        Path(sysconfig.get_paths()["include"]),
+    ]
     if not (TORCH / GENERATED).exists():
         (scratch / GENERATED).parent.mkdir(parents=True)
         (scratch / GENERATED).write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
@@ -47,9 +53,21 @@ def main() -> int:
         for source in sorted((ROOT / "cuda").glob("*.cu")):
             for architecture in ARCHITECTURES:
                 target = f"arch=compute_{architecture},code=sm_{architecture}"
-                command = [nvcc, *flags, "-gencode", target, "-c", str(source), "-o", f"{scratch}/out.o"]
+                command = [
+                    nvcc,
+                    *flags,
+                    "-gencode",
+                    target,
+                    "-c",
+                    str(source),
+                    "-o",
+                    f"{scratch}/out.o",
+                ]
                 done = subprocess.run(command, capture_output=True, text=True)
-                print(f"check-cuda: {source.name} sm_{architecture}: {'ok' if done.returncode == 0 else 'FAILED'}")
+                print(
+                    f"check-cuda: {source.name} sm_{architecture}: "
+                    f"{'ok' if done.returncode == 0 else 'FAILED'}"
+                )
                 if done.returncode:
                     failed += 1
                     print(done.stderr)

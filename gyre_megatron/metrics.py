@@ -6,16 +6,26 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 registry = CollectorRegistry()
 
-waterlevel = Gauge("gyre_waterlevel", "Unfinished executions (dispatched - finished)", registry=registry)
+waterlevel = Gauge(
+    "gyre_waterlevel", "Unfinished executions (dispatched - finished)", registry=registry
+)
 running = Gauge("gyre_executions_running", "Executions whose harness runs now", registry=registry)
 step = Gauge("gyre_step", "Optimizer steps trained", registry=registry)
-weight_version = Gauge("gyre_weight_version", "Weight version that the engines serve", registry=registry)
-cell_role = Gauge("gyre_cell_role", "1 for the role a cell has", ["cell", "role"], registry=registry)
+weight_version = Gauge(
+    "gyre_weight_version", "Weight version that the engines serve", registry=registry
+)
+cell_role = Gauge(
+    "gyre_cell_role", "1 for the role a cell has", ["cell", "role"], registry=registry
+)
 role_switches = Counter("gyre_role_switches", "Completed role changes of cells", registry=registry)
-rerouted_calls = Gauge("gyre_rerouted_calls", "Model calls that moved to another engine", registry=registry)
+rerouted_calls = Gauge(
+    "gyre_rerouted_calls", "Model calls that moved to another engine", registry=registry
+)
 lost_calls = Gauge("gyre_lost_calls", "Model calls that could not be answered", registry=registry)
 reward = Gauge("gyre_reward_mean", "Mean reward of the last step's executions", registry=registry)
-logprob_gap = Gauge("gyre_logprob_gap", "Trainer vs engine log-probability difference, nats", registry=registry)
+logprob_gap = Gauge(
+    "gyre_logprob_gap", "Trainer vs engine log-probability difference, nats", registry=registry
+)
 order_seconds = Histogram(
     "gyre_order_seconds",
     "Wall time cells took for an order",

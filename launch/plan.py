@@ -1,6 +1,8 @@
-"""Forecast a reshard without weights: bytes per rank, the bound, staging memory and the largest tensors.
+"""Forecast a reshard without weights: bytes per rank, the bound, staging memory and the largest
+tensors.
 
-python launch/plan.py --config configs/models/qwen3_8_2_4t_a95b.yaml --train tp8,pp8,ep64 --serve tp32,ep32
+python launch/plan.py --config configs/models/qwen3_8_2_4t_a95b.yaml --train tp8,pp8,ep64 --serve
+tp32,ep32
 """
 
 from __future__ import annotations
@@ -28,14 +30,26 @@ def read_architecture(path: Path) -> Architecture:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, required=True, help="a file with model.architecture")
-    parser.add_argument("--train", required=True, help="Megatron layout, e.g. tp8,pp8,ep64 (also vpp, etp, cp, dp)")
-    parser.add_argument("--serve", required=True, help="SGLang layout, e.g. tp32,ep32 (dp: attention data parallelism)")
+    parser.add_argument(
+        "--train", required=True, help="Megatron layout, e.g. tp8,pp8,ep64 (also vpp, etp, cp, dp)"
+    )
+    parser.add_argument(
+        "--serve",
+        required=True,
+        help="SGLang layout, e.g. tp32,ep32 (dp: attention data parallelism)",
+    )
     parser.add_argument("--network-gb-per-s", type=float, default=Rates.network, help="per rank")
-    parser.add_argument("--intra-node-gb-per-s", type=float, default=Rates.intra_node, help="per rank")
+    parser.add_argument(
+        "--intra-node-gb-per-s", type=float, default=Rates.intra_node, help="per rank"
+    )
     parser.add_argument("--staging-mib", type=int, default=128)
-    parser.add_argument("--all-ranks", action="store_true", help="plan every rank instead of the extremes")
+    parser.add_argument(
+        "--all-ranks", action="store_true", help="plan every rank instead of the extremes"
+    )
     parser.add_argument("--json", type=Path, help="write the forecast here")
     options = parser.parse_args()
     try:
@@ -47,7 +61,12 @@ def main() -> None:
         result = forecast(train, serve, rates, staging_mib=options.staging_mib, ranks=ranks)
     except GyreError as error:
         sys.exit(f"plan: {error}")
-    print(json.dumps({k: v for k, v in result.items() if k not in ("largest_tensors", "ranks_planned")}, indent=1))
+    print(
+        json.dumps(
+            {k: v for k, v in result.items() if k not in ("largest_tensors", "ranks_planned")},
+            indent=1,
+        )
+    )
     for tensor in result["largest_tensors"]:
         print(f"{tensor['bytes'] / 2**20:10.1f} MiB  {tensor['name']}  {tuple(tensor['shape'])}")
     if options.json:

@@ -1,4 +1,5 @@
-"""Train with Gyre: torchrun --nproc-per-node N launch/train_gyre.py --config FILE [--set a.b=c] [--resume]
+"""Train with Gyre: torchrun --nproc-per-node N launch/train_gyre.py --config FILE [--set a.b=c]
+[--resume]
 
 One process per device. Ranks are grouped into cluster.num_cells equal cells; see ARCHITECTURE.md.
 """
@@ -14,11 +15,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
         usage="torchrun --nproc-per-node N launch/train_gyre.py --config FILE [--set a.b=c ...] [--resume]",
         description="Train a coding agent: cells of ranks serve rollouts (SGLang) or train (Megatron).",
     )
-    parser.add_argument("--config", required=True, help="YAML file, for example configs/demo_cpu.yaml")
     parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="override a value"
+        "--config", required=True, help="YAML file, for example configs/demo_cpu.yaml"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in the run's directory")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="a.b=c",
+        help="override a value",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the latest checkpoint in the run's directory",
+    )
     if os.environ.get("RANK", "0") != "0":
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  rank 0 says it once
     try:
@@ -35,13 +47,22 @@ def main(argv: list[str]) -> int:
 
     try:
         if "RANK" not in os.environ:
-            raise ConfigError("start this script with torchrun: torchrun --nproc-per-node N launch/train_gyre.py ...")
+            raise ConfigError(
+                "start this script with torchrun: torchrun --nproc-per-node N launch/train_gyre.py "
+                "..."
+            )
         config = load_config(arguments.config, arguments.overrides).config
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr) if first else None
         return 2
-    words = ["--config", arguments.config, *(w for override in arguments.overrides for w in ("--set", override))]
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")  # what they miss on this machine is known
+    words = [
+        "--config",
+        arguments.config,
+        *(w for override in arguments.overrides for w in ("--set", override)),
+    ]
+    warnings.filterwarnings(
+        "ignore", module=r"megatron\.|torch\."
+    )  # what they miss on this machine is known
     from gyre_megatron.runtime.rank import run_rank
 
     try:

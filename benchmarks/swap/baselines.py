@@ -22,16 +22,22 @@ def _whole(piece: Piece, shape: tuple[int, ...]) -> Piece:
 
 
 class GatherBroadcast:
-    """Every owner broadcasts its shards to all ranks in buckets; each rank rebuilds the tensors and cuts its part.
+    """Every owner broadcasts its shards to all ranks in buckets; each rank rebuilds the tensors and
+    cuts its part.
 
-    This is the exchange of the common trainers (all-gather over tensor and expert parallelism, broadcast over pipeline
-    stages), bucketed so that small tensors do not count against it.
+    This is the exchange of the common trainers (all-gather over tensor and expert parallelism,
+    broadcast over pipeline stages), bucketed so that small tensors do not count against it.
     """
 
     def __init__(
-        self, source: Layout, sources: dict[str, torch.Tensor], target: Layout, targets: dict[str, torch.Tensor],
-        shapes: dict[str, tuple[int, ...]], bucket_bytes: int = 128 << 20,
-    ) -> None:  # fmt: skip
+        self,
+        source: Layout,
+        sources: dict[str, torch.Tensor],
+        target: Layout,
+        targets: dict[str, torch.Tensor],
+        shapes: dict[str, tuple[int, ...]],
+        bucket_bytes: int = 128 << 20,
+    ) -> None:
         rank = dist.get_rank()
         self._sources, self._targets = list(sources.values()), list(targets.values())
         source_index, target_index = ({k: i for i, k in enumerate(t)} for t in (sources, targets))
@@ -46,7 +52,11 @@ class GatherBroadcast:
             for owner, pieces in sorted(owned.items()):
                 flat, at = [], 0
                 for piece in pieces:
-                    flat.append(piece._replace(tensor="bucket", offset=at, strides=contiguous_strides(piece.shape)))
+                    flat.append(
+                        piece._replace(
+                            tensor="bucket", offset=at, strides=contiguous_strides(piece.shape)
+                        )
+                    )
                     at += piece.numel
                 if owner == rank:
                     rows = [Parcel(p.box, p, f) for p, f in zip(pieces, flat, strict=True)]
@@ -55,7 +65,11 @@ class GatherBroadcast:
                 unpack.append(table_of(direct_rows(rows, {"bucket": 0}, whole_index)))
                 sends.append((owner, at))
             wanted = set(names)
-            cut = [Parcel(p.box, _whole(p, shapes[p.name]), p) for p in target.pieces(rank) if p.name in wanted]
+            cut = [
+                Parcel(p.box, _whole(p, shapes[p.name]), p)
+                for p in target.pieces(rank)
+                if p.name in wanted
+            ]
             take = table_of(direct_rows(cut, whole_index, target_index))
             self._groups.append((names, [shapes[n] for n in names], sends, pack, unpack, take))
 
@@ -86,7 +100,8 @@ def _groups(shapes: dict[str, tuple[int, ...]], bucket_bytes: int) -> list[list[
 
 
 def megatron_groups() -> Any:
-    """Process groups of the layout that Megatron holds now, as `swap_model_weights` wants them on a model."""
+    """Process groups of the layout that Megatron holds now, as `swap_model_weights` wants them on a
+    model."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     return ProcessGroupCollection.use_mpu_process_groups()

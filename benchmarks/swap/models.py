@@ -19,23 +19,38 @@ def architecture(scale: str) -> Architecture:
     """A Qwen3-MoE of 0.52B parameters ("1g": 1.04 GB in bf16), or a small one for tests."""
     if scale == "1g":
         return Architecture(
-            family="qwen3_moe", vocab_size=32_768, hidden_size=1024, num_layers=8, num_attention_heads=16,
-            num_key_value_heads=4, head_dim=128, intermediate_size=3072,
+            family="qwen3_moe",
+            vocab_size=32_768,
+            hidden_size=1024,
+            num_layers=8,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=128,
+            intermediate_size=3072,
             moe=MoeArchitecture(num_experts=32, experts_per_token=4, intermediate_size=512),
-        )  # fmt: skip
+        )
     return Architecture(
-        family="qwen3_moe", vocab_size=1024, hidden_size=128, num_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32, intermediate_size=256,
+        family="qwen3_moe",
+        vocab_size=1024,
+        hidden_size=128,
+        num_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=256,
         moe=MoeArchitecture(num_experts=8, experts_per_token=2, intermediate_size=64),
-    )  # fmt: skip
+    )
 
 
 TRAIN = TrainingConfig(tp=2, pp=2, ep=2, etp=1, dtype="bf16")
 MEGATRON_TARGET = TrainingConfig(tp=1, pp=1, ep=2, etp=1, dtype="bf16")
-"""A layout that `megatron.core.resharding` can reach: EP stays, because SequentialMLP experts are not renumbered."""
+"""A layout that `megatron.core.resharding` can reach: EP stays, because SequentialMLP experts are
+not renumbered."""
 
 
-def build(arch: Architecture, config: TrainingConfig) -> tuple[MegatronLayout, dict[str, torch.Tensor], list]:
+def build(
+    arch: Architecture, config: TrainingConfig
+) -> tuple[MegatronLayout, dict[str, torch.Tensor], list]:
     """This rank's layout, live tensors and modules."""
     from megatron.core import parallel_state as mpu
 
@@ -51,11 +66,14 @@ def build(arch: Architecture, config: TrainingConfig) -> tuple[MegatronLayout, d
 
 
 def fill(tensors: dict[str, torch.Tensor], seed: int) -> None:
-    """Random numbers, the same on replicas of one seed only if the shapes agree; the values do not matter."""
+    """Random numbers, the same on replicas of one seed only if the shapes agree; the values do not
+    matter."""
     generator = torch.Generator().manual_seed(seed)
     for tensor in tensors.values():
         tensor.copy_(
-            torch.randint(0, 1 << 15, tensor.shape, generator=generator, dtype=torch.int16).view(torch.bfloat16)
+            torch.randint(0, 1 << 15, tensor.shape, generator=generator, dtype=torch.int16).view(
+                torch.bfloat16
+            )
         )
 
 

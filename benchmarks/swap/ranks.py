@@ -16,7 +16,9 @@ import torch.distributed as dist
 def _enter(function: Callable, rank: int, size: int, port: int, pipe, args: tuple) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
+    )
     try:
         pipe.send((None, function(*args)))
     except BaseException:
@@ -36,7 +38,9 @@ def run_ranks(function: Callable, size: int, *args: Any, timeout_s: float = 540)
     ranks = []
     for rank in range(size):
         mine, theirs = context.Pipe()
-        process = context.Process(target=_enter, args=(function, rank, size, server.port, theirs, args))
+        process = context.Process(
+            target=_enter, args=(function, rank, size, server.port, theirs, args)
+        )
         process.start()
         theirs.close()
         ranks.append((process, mine))

@@ -42,7 +42,8 @@ class Builder:
         self.leaves.append(Trajectory(node, role))
 
     def build(self, max_trajectories: int | None) -> ExecutionTree:
-        """Keep the first trajectories by role; a shared prefix is trained by the first that holds it."""
+        """Keep the first trajectories by role; a shared prefix is trained by the first that holds
+        it."""
         chosen = sorted(self.leaves, key=lambda t: PRIORITY.index(t.role))[:max_trajectories]
         owner = np.full(len(self.nodes), -1, np.int32)
         for j, trajectory in enumerate(chosen):
@@ -54,13 +55,18 @@ class Builder:
         return ExecutionTree("bench", "bench", 1.0, 1.0, tuple(self.nodes), tuple(chosen), owner)
 
 
-def coding_execution(scale: int, *, seed: int = 0, vocab: int = 512, segments: int = 2, sub_agents: int = 1) -> Builder:
-    """A main line of `segments` context windows with a compaction between two, a retry, and sub-agents.
+def coding_execution(
+    scale: int, *, seed: int = 0, vocab: int = 512, segments: int = 2, sub_agents: int = 1
+) -> Builder:
+    """A main line of `segments` context windows with a compaction between two, a retry, and
+    sub-agents.
 
     `scale` is the number of tokens of a typical tool result; an answer is half of it.
     """
     b = Builder(seed, vocab)
-    system = b.node(-1, 12 * scale, sampled=False)  # system prompt, tools and task: shared by every window
+    system = b.node(
+        -1, 12 * scale, sampled=False
+    )  # system prompt, tools and task: shared by every window
     start = system
     for segment in range(segments):
         middle = b.turns(start, 8, scale, scale // 2)
@@ -75,22 +81,36 @@ def coding_execution(scale: int, *, seed: int = 0, vocab: int = 512, segments: i
         own = b.node(-1, 6 * scale, sampled=False)
         end = b.turns(own, 8, scale, scale // 2)
         b.leaf(end, "sub_agent")
-        b.leaf(b.node(b.node(end, scale // 4, sampled=False), scale, sampled=True), "sub_agent_summary")
+        b.leaf(
+            b.node(b.node(end, scale // 4, sampled=False), scale, sampled=True), "sub_agent_summary"
+        )
     return b
 
 
 def flattened(tree: ExecutionTree, budget: int) -> list[PackedBin]:
-    """The same training without shared prefixes: each trajectory a root of its own, packed into the same budget."""
+    """The same training without shared prefixes: each trajectory a root of its own, packed into the
+    same budget."""
     from gyre_megatron.trajectory.packing import pack
 
     total = tree.num_trained_tokens
     flat = []
     for j, trajectory in enumerate(tree.trajectories):
         path = tree.path(trajectory.leaf)
-        nodes = tuple(TreeNode(i - 1, *(getattr(tree.nodes[n], c) for c in COLUMNS)) for i, n in enumerate(path))
+        nodes = tuple(
+            TreeNode(i - 1, *(getattr(tree.nodes[n], c) for c in COLUMNS))
+            for i, n in enumerate(path)
+        )
         owner = np.array([0 if tree.owner[n] == j else -1 for n in path], np.int32)
         flat.append(
-            ExecutionTree(str(j), "bench", 1.0, 1.0, nodes, (Trajectory(len(path) - 1, trajectory.role),), owner)
+            ExecutionTree(
+                str(j),
+                "bench",
+                1.0,
+                1.0,
+                nodes,
+                (Trajectory(len(path) - 1, trajectory.role),),
+                owner,
+            )
         )
     return pack(flat, budget, 1, denominator="constant", constant_length=total)
 

@@ -1,9 +1,10 @@
 """A small agent that fills tables of digits; the black-box harness of the demo.
 
-It knows nothing of Gyre: like any client of the Anthropic Messages API it takes ANTHROPIC_BASE_URL and
-ANTHROPIC_AUTH_TOKEN from its environment. It reads spec.json in its working directory and works as coding agents
-do: several turns with a tool whose delay is long-tailed, one file delegated to a sub-agent, and a compaction
-that replaces the history by the model's own summary.
+It knows nothing of Gyre: like any client of the Anthropic Messages API it takes ANTHROPIC_BASE_URL
+and ANTHROPIC_AUTH_TOKEN from its environment. It reads spec.json in its working directory and works
+as coding agents
+do: several turns with a tool whose delay is long-tailed, one file delegated to a sub-agent, and a
+compaction that replaces the history by the model's own summary.
 
     cd WORKSPACE && python agent.py
 
@@ -33,10 +34,13 @@ class Client:
         self.max_tokens = max_tokens
 
     def ask(self, system, messages, headers=None):
-        """Send the conversation; returns the answer's text, checking that the stream is well formed."""
+        """Send the conversation; returns the answer's text, checking that the stream is well
+        formed."""
         body = {"model": "policy", "max_tokens": self.max_tokens, "stream": True, "system": system}
         body["messages"] = messages
-        self.connection.request("POST", "/v1/messages", json.dumps(body), self.headers | (headers or {}))
+        self.connection.request(
+            "POST", "/v1/messages", json.dumps(body), self.headers | (headers or {})
+        )
         response = self.connection.getresponse()
         if response.status != 200:
             sys.exit(f"HTTP {response.status}: {response.read(500).decode(errors='replace')}")
@@ -72,18 +76,26 @@ def save(name, text, delay_s):
 
 def main():
     spec = json.loads(Path("spec.json").read_text())
-    client = Client(os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_AUTH_TOKEN"], spec["max_tokens"])
+    client = Client(
+        os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_AUTH_TOKEN"], spec["max_tokens"]
+    )
     *own, delegated = spec["files"]
     messages, news = [], ""
     for turn, name in enumerate(own):
         if turn == spec["compact_after"]:
-            summary = client.ask(SYSTEM, [*messages, user("Summarise.")], {"x-claude-code-request-class": "compaction"})
+            summary = client.ask(
+                SYSTEM,
+                [*messages, user("Summarise.")],
+                {"x-claude-code-request-class": "compaction"},
+            )
             messages = [user(f"So far: {summary}"), assistant("Ready.")]
         messages.append(user(f"{news} Write {name}.".strip()))
         answer = client.ask(SYSTEM, messages)
         messages.append(assistant(answer))
         news = save(name, answer, spec["tool_delay_s"])
-    answer = client.ask(SUB_AGENT_SYSTEM, [user(f"Write {delegated}.")], {"x-claude-code-agent-id": "table-writer"})
+    answer = client.ask(
+        SUB_AGENT_SYSTEM, [user(f"Write {delegated}.")], {"x-claude-code-agent-id": "table-writer"}
+    )
     save(delegated, answer, spec["tool_delay_s"])
 
 

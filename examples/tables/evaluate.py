@@ -9,8 +9,8 @@ DIGITS = "0123456789"
 def score(workspace: Path, task: Path) -> dict:
     """Mean over the files the task asks for of the share of characters that are decimal digits.
 
-    The list of files is read from the task, not from the workspace, which the agent may have changed. A missing or
-    empty file earns 0.
+    The list of files is read from the task, not from the workspace, which the agent may have
+    changed. A missing or empty file earns 0.
     """
     files = json.loads((task / "workspace" / "spec.json").read_text())["files"]
     shares = {name: _share_of_digits(workspace / name) for name in files}

@@ -1,7 +1,7 @@
 """Log-probabilities at loss edges over a vocabulary that is sharded and taken in chunks.
 
-Legend: E edges, H hidden size, V vocabulary rows of this rank. At most `chunk` rows of logits exist at a time, in the
-forward and in the backward pass; every reduction over the vocabulary is in fp32.
+Legend: E edges, H hidden size, V vocabulary rows of this rank. At most `chunk` rows of logits exist
+at a time, in the forward and in the backward pass; every reduction over the vocabulary is in fp32.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ class EdgeStatistics:
     """What the loss needs of each edge.
 
     Attributes:
-        logprobs: fp32 [E]; log-probability of the label under softmax(logits / temperature), with gradient.
+        logprobs: fp32 [E]; log-probability of the label under softmax(logits / temperature), with
+            gradient.
         entropies: fp32 [E]; entropy of that distribution in nats, with gradient.
-        square_norms: fp32 [E]; squared norm of d logprob / d (logits / temperature), without gradient.
+        square_norms: fp32 [E]; squared norm of d logprob / d (logits / temperature), without
+            gradient.
     """
 
     logprobs: torch.Tensor
@@ -41,8 +43,8 @@ def edge_statistics(
     """Score each edge's label without ever holding all logits.
 
     Args:
-        hidden_EH: hidden state at the edge's source; replicated over `group`. Its gradient is this rank's share
-            (sum over `group` to get the whole).
+        hidden_EH: hidden state at the edge's source; replicated over `group`. Its gradient is this
+            rank's share (sum over `group` to get the whole).
         weight_VH: this rank's consecutive rows of the output projection.
         labels_E: int64, global vocabulary ids.
         temperatures_E: fp32, positive.
@@ -50,7 +52,14 @@ def edge_statistics(
         vocab_size: rows of the true vocabulary; padded rows beyond it get no probability.
     """
     values = _EdgeStatistics.apply(
-        hidden_EH, weight_VH, labels_E, temperatures_E, group, chunk, vocab_size, with_entropy_gradient
+        hidden_EH,
+        weight_VH,
+        labels_E,
+        temperatures_E,
+        group,
+        chunk,
+        vocab_size,
+        with_entropy_gradient,
     )
     return EdgeStatistics(*values)
 
@@ -64,12 +73,18 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup | None, op=dist.ReduceOp.SUM)
 class _Shard:
     """The rows of the vocabulary that this rank holds."""
 
-    def __init__(self, weight_VH: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> None:
+    def __init__(
+        self, weight_VH: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None
+    ) -> None:
         rank = 0 if group is None else group.rank()
         self.rows, self.first = weight_VH.shape[0], rank * weight_VH.shape[0]
-        self.valid = self.rows if vocab_size is None else max(0, min(self.rows, vocab_size - self.first))
+        self.valid = (
+            self.rows if vocab_size is None else max(0, min(self.rows, vocab_size - self.first))
+        )
 
-    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor
+    ) -> torch.Tensor:
         logits = (hidden @ weight.t()).float()
         logits = logits / temperatures[:, None]
         if self.valid < self.rows:
@@ -85,13 +100,17 @@ class _Shard:
 
 class _EdgeStatistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, temperatures, group, chunk, vocab_size, with_entropy_gradient):
+    def forward(
+        ctx, hidden, weight, labels, temperatures, group, chunk, vocab_size, with_entropy_gradient
+    ):
         shard = _Shard(weight, group, vocab_size)
         columns = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(4)]
         for start in range(0, len(labels), chunk):
             rows = slice(start, start + chunk)
             logits = shard.logits(hidden[rows], weight, temperatures[rows])
-            for column, values in zip(columns, _statistics(logits, labels[rows], shard, group), strict=True):
+            for column, values in zip(
+                columns, _statistics(logits, labels[rows], shard, group), strict=True
+            ):
                 column[rows] = values
         logprobs, entropies, norms, log_sums = columns
         ctx.save_for_backward(hidden, weight, labels, temperatures, log_sums, entropies)
@@ -106,7 +125,9 @@ class _EdgeStatistics(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(labels), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            log_p = ctx.shard.logits(hidden[rows], weight, temperatures[rows]) - log_sums[rows, None]
+            log_p = (
+                ctx.shard.logits(hidden[rows], weight, temperatures[rows]) - log_sums[rows, None]
+            )
             p = log_p.exp()
             grad = p * -grad_logprobs[rows, None]
             index, here = ctx.shard.local(labels[rows])

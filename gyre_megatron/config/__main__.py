@@ -1,4 +1,5 @@
-"""`python -m gyre_megatron.config show FILE [--set a.b=c]`: print the resolved configuration and its origins."""
+"""`python -m gyre_megatron.config show FILE [--set a.b=c]`: print the resolved configuration and
+its origins."""
 
 from __future__ import annotations
 

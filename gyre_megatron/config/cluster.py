@@ -11,14 +11,15 @@ class ClusterConfig(Section):
     """Cells and the control plane."""
 
     num_cells: int = Field(2, ge=1)
-    """Number of equal cells; torchrun must start a multiple of this many ranks. Cell 0 is the core cell."""
+    """Number of equal cells; torchrun must start a multiple of this many ranks. Cell 0 is the core
+    cell."""
     host: str = "127.0.0.1"
     """Address the control plane binds and advertises; the head node's address on a cluster."""
     port: int = Field(0, ge=0, le=65535)
     """Port of the control plane; 0 takes a free one."""
     collective_timeout_s: float = Field(120.0, gt=0)
-    """A collective inside or across cells that takes longer fails the step: long enough for a publish, short enough
-    that a dead cell is noticed."""
+    """A collective inside or across cells that takes longer fails the step: long enough for a
+    publish, short enough that a dead cell is noticed."""
     start_timeout_s: float = Field(300.0, gt=0)
     """How long cells may take to start their engines and load the model."""
     order_poll_s: float = Field(10.0, gt=0)
@@ -26,13 +27,15 @@ class ClusterConfig(Section):
 
 
 class EngineConfig(Section):
-    """The SGLang server of every cell. Its tensor parallelism covers the cell's devices unless set."""
+    """The SGLang server of every cell. Its tensor parallelism covers the cell's devices unless
+    set."""
 
     tp: int | None = Field(None, ge=1)
     """Tensor-parallel size of the server; default: the number of ranks in a cell."""
     dtype: str = "bfloat16"
     context_length: int = Field(32_768, ge=64)
-    """Longest sequence (prompt and answer) in tokens; longer prompts are answered with the dialect's overflow error."""
+    """Longest sequence (prompt and answer) in tokens; longer prompts are answered with the
+    dialect's overflow error."""
     max_total_tokens: int | None = None
     """Size of the KV cache in tokens; default: SGLang decides from free memory."""
     max_running_requests: int = Field(64, ge=1)

@@ -1,7 +1,8 @@
 """Composes YAML files into one frozen `GyreConfig` and remembers where each value came from.
 
-A file may name others under `base:` (a list, relative to itself); they are merged in order, then the file
-itself, then `--set a.b=c` overrides; later wins. Unknown keys are refused with the nearest valid name.
+A file may name others under `base:` (a list, relative to itself); they are merged in order, then
+the file itself, then `--set a.b=c` overrides; later wins. Unknown keys are refused with the nearest
+valid name.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class GyreConfig(Section):
     @model_validator(mode="after")
     def _async_needs_two_cells(self) -> GyreConfig:
         if self.scheduler.policy == "async" and self.cluster.num_cells < 2:
-            raise ValueError("scheduler.policy=async needs cluster.num_cells >= 2: one cell trains, the others serve")
+            raise ValueError(
+                "scheduler.policy=async needs cluster.num_cells >= 2: one cell trains, the others "
+                "serve"
+            )
         return self
 
 
@@ -60,7 +64,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
         overrides: `section.key=value` strings; the value is parsed as YAML.
 
     Raises:
-        ConfigError: a file is missing or not YAML, a key is unknown, or a value has the wrong type or range.
+        ConfigError: a file is missing or not YAML, a key is unknown, or a value has the wrong type
+        or range.
     """
     values, origins = _compose(Path(path), ())
     for override in overrides:
@@ -87,7 +92,9 @@ def _compose(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     document = {} if document is None else document
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} holds a {type(document).__name__}; a mapping of sections was expected")
+        raise ConfigError(
+            f"{path} holds a {type(document).__name__}; a mapping of sections was expected"
+        )
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     bases = document.pop("base", [])
@@ -99,7 +106,11 @@ def _compose(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[
 
 
 def _merge(
-    into: dict[str, Any], origins: dict[str, str], new: dict[str, Any], source: str, known: dict[str, str] | None = None
+    into: dict[str, Any],
+    origins: dict[str, str],
+    new: dict[str, Any],
+    source: str,
+    known: dict[str, str] | None = None,
 ) -> None:
     for key, value in _leaves(new):
         parent = into

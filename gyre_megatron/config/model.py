@@ -1,4 +1,5 @@
-"""What the model is: its architecture in one vocabulary for Megatron-Core, SGLang and Hugging Face."""
+"""What the model is: its architecture in one vocabulary for Megatron-Core, SGLang and Hugging
+Face."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class MoeArchitecture(Section):
     normalize_topk: bool = True
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     expert_bias: bool = False
-    """Whether the router has a load-balancing bias that takes no gradient (DeepSeek's e_score_correction_bias)."""
+    """Whether the router has a load-balancing bias that takes no gradient (DeepSeek's
+    e_score_correction_bias)."""
     num_groups: int = 1
     topk_groups: int = 1
     routed_scaling_factor: float = 1.0
@@ -55,7 +57,8 @@ class MlaArchitecture(Section):
 
 
 class GatedDeltaNetArchitecture(Section):
-    """Gated DeltaNet layers with a full-attention layer every `full_attention_interval` (Qwen3-Next, 3.5, 3.8)."""
+    """Gated DeltaNet layers with a full-attention layer every `full_attention_interval`
+    (Qwen3-Next, 3.5, 3.8)."""
 
     num_key_heads: int
     num_value_heads: int
@@ -103,7 +106,10 @@ class Architecture(Section):
         wanted |= {"deepseek_v3": (True, True, False), "qwen3_next": (True, False, True)}
         has = (self.moe is not None, self.mla is not None, self.gdn is not None)
         if self.family != "qwen3_next" and has != wanted[self.family]:
-            raise ValueError(f"family {self.family} needs (moe, mla, gdn) present = {wanted[self.family]}, found {has}")
+            raise ValueError(
+                f"family {self.family} needs (moe, mla, gdn) present = {wanted[self.family]}, "
+                f"found {has}"
+            )
         return self
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -124,7 +130,8 @@ class Architecture(Section):
         family = _HF_FAMILIES.get(config.get("model_type", ""))
         if family is None:
             raise ConfigError(
-                f"model_type {config.get('model_type')!r} is not supported; supported: {sorted(_HF_FAMILIES)}"
+                f"model_type {config.get('model_type')!r} is not supported; supported: "
+                f"{sorted(_HF_FAMILIES)}"
             )
         rope = config.get("rope_parameters") or {}
         heads = config["num_attention_heads"]
@@ -139,7 +146,9 @@ class Architecture(Section):
             intermediate_size=config.get("intermediate_size", 0),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-            partial_rotary_factor=rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)),
+            partial_rotary_factor=rope.get(
+                "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
+            ),
             max_position_embeddings=config.get("max_position_embeddings", 32_768),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             qk_norm=family != "deepseek_v3",
@@ -158,7 +167,8 @@ class Architecture(Section):
                 num_experts=config["n_routed_experts"],
                 experts_per_token=config["num_experts_per_tok"],
                 intermediate_size=config["moe_intermediate_size"],
-                shared_expert_intermediate_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+                shared_expert_intermediate_size=config["moe_intermediate_size"]
+                * (config.get("n_shared_experts") or 0),
                 num_dense_layers=config.get("first_k_dense_replace", 0),
                 normalize_topk=config.get("norm_topk_prob", True),
                 score_function="sigmoid",
@@ -197,7 +207,8 @@ class Architecture(Section):
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ConfigError(
-                f"no checkpoint at {path}: {file} does not exist; set model.checkpoint to a directory "
+                f"no checkpoint at {path}: {file} does not exist; set model.checkpoint to a "
+                "directory "
                 "in Hugging Face format (config.json, *.safetensors, tokenizer.json)"
             )
         return cls.from_hf(json.loads(file.read_text()))
@@ -209,7 +220,8 @@ class TinyModelConfig(Section):
     seed: int = 0
     """Seed of the weights."""
     vocab_size: int = 512
-    """Byte-level BPE: 256 bytes, the special tokens, and merges learnt from the standard library's sources."""
+    """Byte-level BPE: 256 bytes, the special tokens, and merges learnt from the standard library's
+    sources."""
     hidden_size: int = 64
     num_layers: int = 2
     num_attention_heads: int = 4
@@ -220,22 +232,31 @@ class TinyModelConfig(Section):
     expert_intermediate_size: int = 64
     max_position_embeddings: int = 4096
     initializer_range: float = 0.05
-    """Standard deviation of the weights; larger values give the random policy a clearer dependence on its context."""
+    """Standard deviation of the weights; larger values give the random policy a clearer dependence
+    on its context."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    maker: str = "examples/tiny_model/checkpoint.py:ensure_checkpoint"
+    """What writes the checkpoint: `module:function` or `file.py:function`, called with this section
+    and a directory."""
 
 
 class ModelConfig(Section):
     """Which model is trained and served."""
 
     checkpoint: str | None = None
-    """Directory of a checkpoint in Hugging Face format; empty with `tiny` set, where the run makes its own."""
+    """Directory of a checkpoint in Hugging Face format; empty with `tiny` set, where the run makes
+    its own."""
     tiny: TinyModelConfig | None = None
     """Make a tiny random checkpoint in the run directory in place of loading one."""
     architecture: Architecture | None = None
-    """The model's shape, for planning without its checkpoint (launch/plan.py); a run refuses another checkpoint."""
+    """The model's shape, for planning without its checkpoint (launch/plan.py); a run refuses
+    another checkpoint."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
         if (self.checkpoint is None) == (self.tiny is None):
-            raise ValueError("set exactly one of model.checkpoint (a directory) and model.tiny (sizes and a seed)")
+            raise ValueError(
+                "set exactly one of model.checkpoint (a directory) and model.tiny (sizes and a "
+                "seed)"
+            )
         return self

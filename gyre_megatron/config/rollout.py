@@ -1,4 +1,5 @@
-"""The rollout section: proxy, sampling, router, harness, tasks, evaluators and trajectory processor."""
+"""The rollout section: proxy, sampling, router, harness, tasks, evaluators and trajectory
+processor."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ class SamplingConfig(Section):
     """How calls are sampled, whatever the harness asks for."""
 
     temperature: float | None = 1.0
-    """Sampling temperature of every call; null honours the harness. 1: what training scores as well."""
+    """Sampling temperature of every call; null honours the harness. 1: what training scores as
+    well."""
     top_p: float | None = 1.0
-    """Nucleus mass of every call; null honours the harness. Default 1: log-probabilities are of the full softmax."""
+    """Nucleus mass of every call; null honours the harness. Default 1: log-probabilities are of the
+    full softmax."""
     max_new_tokens: int = Field(32_768, gt=0)
     """Cap on the tokens of one call, also used where a dialect has no limit of its own."""
     return_routed_experts: bool = False
@@ -46,7 +49,8 @@ class ProxyConfig(Section):
     chat_template_kwargs: dict[str, bool | str] = Field(default_factory=dict)
     """Extra variables of the chat template (for example enable_thinking: false)."""
     unproven_template: bool = False
-    """Serve a chat template that failed the proof of incremental rendering; prompts may then differ from its own."""
+    """Serve a chat template that failed the proof of incremental rendering; prompts may then differ
+    from its own."""
     harness_profile: Literal["claude_code", "codex", "mini_swe_agent", "generic"] = "generic"
     """Rules that tell the role of a call; generic also knows the headers of the others."""
 
@@ -59,7 +63,8 @@ class RouterConfig(Section):
     backoff_s: float = Field(0.2, ge=0)
     """Pause after a failure before the next try; grows to 2 s."""
     drain_grace_s: float = Field(2.0, gt=0)
-    """How long a cancelled call may take to hand over its last tokens before its connection is closed."""
+    """How long a cancelled call may take to hand over its last tokens before its connection is
+    closed."""
     connect_timeout_s: float = Field(5.0, gt=0)
     stall_timeout_s: float = Field(600.0, gt=0)
     """Silence of an engine after which it counts as dead for that call."""
@@ -79,15 +84,16 @@ class HarnessConfig(Section):
     tasks: Path | None = None
     """Directory of tasks, one sub-directory with a task.yaml each."""
     command: str | None = None
-    """Harness command of tasks that name none; {prompt}, {prompt_file}, {workspace}, {task}, {model}, {base_url} are
-    filled in word by word (no shell)."""
+    """Harness command of tasks that name none; {prompt}, {prompt_file}, {workspace}, {task},
+    {model}, {base_url} are filled in word by word (no shell)."""
     workspaces: Path | None = None
     """Where workspaces are made; null takes a folder beside the store."""
     keep_workspaces: bool = False
     timeout_s: float = Field(3600.0, gt=0)
     """Wall time of one harness; when it passes, what is in the workspace is scored."""
     overall_timeout_s: float = Field(14_400.0, gt=0)
-    """Wall time of an execution with its evaluation and retries; when it passes, the execution is dropped."""
+    """Wall time of an execution with its evaluation and retries; when it passes, the execution is
+    dropped."""
     cpu_s: int | None = Field(None, gt=0)
     """CPU seconds of each process; null sets no limit."""
     memory_mib: int | None = Field(None, gt=0)

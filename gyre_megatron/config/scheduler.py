@@ -13,8 +13,8 @@ class SchedulerConfig(Section):
     """When executions are dispatched and when cells change roles."""
 
     policy: Literal["gyre", "colocate", "async"] = "gyre"
-    """gyre moves cells one by one as rollout work runs out; colocate moves all at once when a batch is done;
-    async keeps the core training and every other cell serving."""
+    """gyre moves cells one by one as rollout work runs out; colocate moves all at once when a batch
+    is done; async keeps the core training and every other cell serving."""
     groups_per_step: int = Field(8, ge=1)
     """B: groups consumed by one optimizer step."""
     executions_per_group: int = Field(16, ge=1)

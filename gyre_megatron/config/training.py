@@ -13,28 +13,36 @@ class GspoConfig(Section):
     """The objective: GSPO adapted to executions with several trajectories."""
 
     eps_low: float = Field(3e-4, ge=0)
-    """Clip below 1 - eps_low. The GSPO paper's value; sequence ratios stay close to 1 for long trajectories."""
+    """Clip below 1 - eps_low. The GSPO paper's value; sequence ratios stay close to 1 for long
+    trajectories."""
     eps_high: float = Field(4e-4, ge=0)
-    """Clip above 1 + eps_high. The GSPO paper's value; set it wide for short trajectories or no clipping."""
+    """Clip above 1 + eps_high. The GSPO paper's value; set it wide for short trajectories or no
+    clipping."""
     ratio_level: Literal["trajectory", "execution", "token"] = "trajectory"
-    """Tokens that share an importance ratio: a trajectory (GSPO), the whole execution, or each its own (GRPO)."""
+    """Tokens that share an importance ratio: a trajectory (GSPO), the whole execution, or each its
+    own (GRPO)."""
     proximal: bool = False
-    """Clip against the policy at the start of the step instead of the behaviour policy (decoupled objective)."""
+    """Clip against the policy at the start of the step instead of the behaviour policy (decoupled
+    objective)."""
     importance_cap: float = Field(2.0, gt=0)
-    """Truncation of the behaviour correction under `proximal`; 2 bounds the variance and rarely binds."""
+    """Truncation of the behaviour correction under `proximal`; 2 bounds the variance and rarely
+    binds."""
     importance_level: Literal["token", "trajectory"] = "token"
-    """Whether the behaviour correction under `proximal` is per token or the trajectory's geometric mean."""
+    """Whether the behaviour correction under `proximal` is per token or the trajectory's geometric
+    mean."""
     max_log_ratio: float | None = Field(None, gt=0)
-    """Trajectories whose mean log-ratio exceeds this (either sign) take no gradient; None keeps all."""
+    """Trajectories whose mean log-ratio exceeds this (either sign) take no gradient; None keeps
+    all."""
     max_staleness: int | None = Field(None, ge=0)
     """Tokens sampled more than this many weight versions ago take no gradient; None keeps all."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus; 0 because GSPO trains without it."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference policy (the checkpoint training began from); 0 keeps no reference."""
+    """Weight of the KL to the reference policy (the checkpoint training began from); 0 keeps no
+    reference."""
     denominator: Literal["execution", "batch_tokens", "constant"] = "execution"
-    """Loss denominator: mean per execution (the paper), mean over the tokens packed together (a group), or a constant
-    length (Dr. GRPO)."""
+    """Loss denominator: mean per execution (the paper), mean over the tokens packed together (a
+    group), or a constant length (Dr. GRPO)."""
     constant_length: int | None = Field(None, ge=1)
     """Tokens to divide by under denominator `constant`."""
 
@@ -90,7 +98,8 @@ class TrainingConfig(Section):
     recompute: Literal["none", "attention", "full"] = "none"
     """Activations recomputed in the backward pass: none, the attention core, or whole layers."""
     attention: Literal["auto", "cpu", "flex"] = "auto"
-    """Tree attention core: the C++ kernel on CPU, compiled FlexAttention on GPU; auto chooses by device."""
+    """Tree attention core: the C++ kernel on CPU, compiled FlexAttention on GPU; auto chooses by
+    device."""
     transformer_engine: bool = False
     """Build layers from Transformer Engine modules (GPU) instead of Megatron's local ones."""
     head_chunk: int = Field(4096, ge=1)
@@ -98,7 +107,8 @@ class TrainingConfig(Section):
     moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """Token dispatcher of MoE layers."""
     moe_aux_loss: float = Field(0.0, ge=0)
-    """Coefficient of the load-balancing loss, counted on unique tokens; 0 because RL starts from a balanced model."""
+    """Coefficient of the load-balancing loss, counted on unique tokens; 0 because RL starts from a
+    balanced model."""
     router_replay: bool = False
     """Route each token to the experts the rollout engine chose for it, where it returned them."""
     seed: int = 1
@@ -113,9 +123,14 @@ class TrainingConfig(Section):
         if self.vpp is not None and self.pp == 1:
             raise ValueError(f"vpp={self.vpp} needs pp > 1; set training.pp or remove training.vpp")
         if self.sequence_parallel and self.tp == 1:
-            raise ValueError("sequence_parallel needs tp > 1; raise training.tp or remove training.sequence_parallel")
+            raise ValueError(
+                "sequence_parallel needs tp > 1; raise training.tp or remove "
+                "training.sequence_parallel"
+            )
         if self.gspo.denominator == "constant" and self.gspo.constant_length is None:
-            raise ValueError("training.gspo.denominator 'constant' needs training.gspo.constant_length")
+            raise ValueError(
+                "training.gspo.denominator 'constant' needs training.gspo.constant_length"
+            )
         return self
 
     @property

@@ -1,7 +1,8 @@
 """Copy or check thousands of strided boxes between lists of tensors in one call (csrc: boxes).
 
-A table has one row of int64 per box: `[source index, source offset, target index, target offset, shape x 3,
-source strides x 3, target strides x 3]`, offsets and strides in elements, missing leading dimensions of size 1.
+A table has one row of int64 per box: `[source index, source offset, target index, target offset,
+shape x 3, source strides x 3, target strides x 3]`, offsets and strides in elements, missing
+leading dimensions of size 1.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ COLUMNS = 13
 _WEIGHT_MASK = 0x7FFFFFFF
 
 
-def copy_boxes(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], table: torch.Tensor) -> None:
-    """Copy every box of `table` from its source to its target, converting between fp32, bf16 and fp16.
+def copy_boxes(
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], table: torch.Tensor
+) -> None:
+    """Copy every box of `table` from its source to its target, converting between fp32, bf16 and
+    fp16.
 
     Args:
         sources, targets: tensors on one device; equal dtypes of any kind are copied bit by bit.
@@ -30,10 +34,13 @@ def copy_boxes(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor],
         torch.ops.gyre.copy_boxes(list(sources), list(targets), table)
 
 
-def checksum_boxes(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], table: torch.Tensor) -> list[int]:
+def checksum_boxes(
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], table: torch.Tensor
+) -> list[int]:
     """What each target's `box_checksum` gains from the boxes of `table`, from the sources' values.
 
-    The checksum is a sum over elements, so the parts of disjoint senders add up to the checksum of the target.
+    The checksum is a sum over elements, so the parts of disjoint senders add up to the checksum of
+    the target.
 
     Args:
         targets: only their dtypes matter.
@@ -44,7 +51,8 @@ def checksum_boxes(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tens
 
 
 def box_checksum(tensor: torch.Tensor) -> int:
-    """Sum over elements of `bits * (2 * (position mod 2**31) + 1)`, modulo 2**64, as a signed integer.
+    """Sum over elements of `bits * (2 * (position mod 2**31) + 1)`, modulo 2**64, as a signed
+    integer.
 
     Args:
         tensor: contiguous.
@@ -54,7 +62,9 @@ def box_checksum(tensor: torch.Tensor) -> int:
     return checksum_boxes([flat], [flat], torch.tensor([row]))[0] if flat.numel() else 0
 
 
-def copy_boxes_reference(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], table: torch.Tensor) -> None:
+def copy_boxes_reference(
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], table: torch.Tensor
+) -> None:
     """`copy_boxes`, box by box in plain PyTorch."""
     for si, so, ti, to, *rest in table.tolist():
         shape, source_strides, target_strides = rest[:3], rest[3:6], rest[6:9]
@@ -71,10 +81,16 @@ def checksum_boxes_reference(
     for si, so, ti, to, *rest in table.tolist():
         shape, source_strides, target_strides = rest[:3], rest[3:6], rest[6:9]
         source = sources[si]
-        bits = _bits(source.as_strided(shape, source_strides, source.storage_offset() + so).to(targets[ti].dtype))
+        bits = _bits(
+            source.as_strided(shape, source_strides, source.storage_offset() + so).to(
+                targets[ti].dtype
+            )
+        )
         position = torch.full((), to)
         for dim, (size, stride) in enumerate(zip(shape, target_strides, strict=True)):
-            position = position + (torch.arange(size) * stride).reshape([-1 if d == dim else 1 for d in range(3)])
+            position = position + (torch.arange(size) * stride).reshape(
+                [-1 if d == dim else 1 for d in range(3)]
+            )
         sums[ti] = wrap64(sums[ti] + int((bits * (2 * (position & _WEIGHT_MASK) + 1)).sum()))
     return sums
 

@@ -1,7 +1,7 @@
 """Block-scaled FP8 weights, as DeepSeek-V3 checkpoints and SGLang's block-wise kernels hold them.
 
-Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3: e4m3 values, one fp32 scale per 128 x 128 block;
-`weight_scale_inv` is what a stored value is multiplied with.
+Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3: e4m3 values, one fp32 scale
+per 128 x 128 block; `weight_scale_inv` is what a stored value is multiplied with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weight: [..., N, K], any floating dtype.
 
     Returns:
-        float8_e4m3fn [..., N, K] and float32 scales [..., ceil(N / 128), ceil(K / 128)]; `value * scale` restores.
+        float8_e4m3fn [..., N, K] and float32 scales [..., ceil(N / 128), ceil(K / 128)]; `value *
+        scale` restores.
     """
     *lead, rows, columns = weight.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
@@ -36,5 +37,7 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 weight of `quantize_blocks`' two results."""
     rows, columns = values.shape[-2:]
-    wide = scales.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
+    wide = scales.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[
+        ..., :columns
+    ]
     return values.float() * wide

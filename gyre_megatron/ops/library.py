@@ -17,7 +17,8 @@ def load() -> None:
         importlib.import_module("gyre_megatron._C")
     except ImportError as error:
         raise ImportError(
-            f"the native extension gyre_megatron._C cannot be loaded ({error}); build it with `make build`"
+            f"the native extension gyre_megatron._C cannot be loaded ({error}); build it with "
+            "`make build`"
         ) from error
 
 

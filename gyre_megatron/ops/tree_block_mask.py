@@ -1,7 +1,7 @@
 """FlexAttention's BlockMask of a packed tree, straight from node intervals.
 
-Nothing of size tokens x tokens or blocks x blocks is ever tested or stored: tables report the width that FlexAttention
-expects and hold as much as their longest row.
+Nothing of size tokens x tokens or blocks x blocks is ever tested or stored: tables report the width
+that FlexAttention expects and hold as much as their longest row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _FIELDS = (
 )
 
 Tables = tuple[torch.Tensor, ...]
-"""Counts and indices of kv, of full kv, then the same four of queries; int32 [1, 1, rows(, width)]."""
+"""Counts and indices of kv, of full kv, then the same four of queries; int32 [1, 1, rows(,
+width)]."""
 
 
 def tree_block_tables(
@@ -35,14 +36,17 @@ def tree_block_tables(
 
     Args:
         nodes: int32 [3, M]: starts, ends, subtree_ends in DFS order, covering all tokens.
-        query_blocks: int [R]; ascending numbers of the query blocks held here (context parallelism); None holds all.
-        scratch: int32 [n] on CPU; memory for the tables, whose earlier tables are no longer needed: fresh pages cost
-            more than the work. What does not fit is allocated.
+        query_blocks: int [R]; ascending numbers of the query blocks held here (context
+            parallelism); None holds all.
+        scratch: int32 [n] on CPU; memory for the tables, whose earlier tables are no longer needed:
+            fresh pages cost more than the work. What does not fit is allocated.
 
     Raises:
         ValueError: nodes do not cover the tokens in DFS order (checked on CPU).
     """
-    return torch.ops.gyre.tree_block_mask(*nodes.contiguous().unbind(0), num_tokens, block, query_blocks, scratch)
+    return torch.ops.gyre.tree_block_mask(
+        *nodes.contiguous().unbind(0), num_tokens, block, query_blocks, scratch
+    )
 
 
 def tree_block_mask(
@@ -50,7 +54,8 @@ def tree_block_mask(
 ) -> BlockMask:
     """BlockMask for `flex_attention(query of the blocks held here, all keys)`.
 
-    See `tree_block_tables` for the arguments; with `query_blocks`, num_tokens must be a multiple of `block`.
+    See `tree_block_tables` for the arguments; with `query_blocks`, num_tokens must be a multiple of
+    `block`.
     """
     tables = tree_block_tables(nodes, num_tokens, block, query_blocks)
     until = subtree_end_of_tokens(nodes, num_tokens)

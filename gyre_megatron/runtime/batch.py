@@ -1,54 +1,41 @@
-"""The batch of the step in progress: finished groups are admitted one by one, while others still run.
+"""The batch of the step in progress: finished groups are admitted one by one, while others still
+run.
 
-Invariant: each edge's loss weight is fixed when its group is admitted (1 / trained tokens of its execution /
-executions of the batch), so the step does not depend on how micro-steps were packed or who took them.
+Invariant: each edge's loss weight is fixed when its group is admitted (1 / trained tokens of its
+execution / executions of the batch), so the step does not depend on how micro-steps were packed or
+who took them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 from gyre_megatron.config.loader import GyreConfig
+from gyre_megatron.observe.batch_record import BatchRecord
 from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.trajectory.packing import pack
 from gyre_megatron.trajectory.processor import ProcessedGroup, process_group
 from gyre_megatron.trajectory.store import TrajectoryStore
 
 
-@dataclass
-class Batch:
-    """What was admitted to the step in progress.
-
-    Attributes:
-        group_ids: admitted groups, in order.
-        tokens: token counts by fate (captured, trained, shared, context, dropped ...), summed over groups.
-        micro_step_metrics: metrics of the micro-steps trained so far, summed.
-    """
-
-    group_ids: list[str] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    staleness: list[int] = field(default_factory=list)
-    tokens: Counter[str] = field(default_factory=Counter)
-    micro_step_metrics: Counter[str] = field(default_factory=Counter)
-    num_bins: int = 0
-    statuses: Counter[str] = field(default_factory=Counter)
-
-
 class BatchBuilder:
     """Turns finished groups into micro-steps."""
 
-    def __init__(self, store: TrajectoryStore, config: GyreConfig, micro_steps: MicroStepQueue, cell_dp: int) -> None:
+    def __init__(
+        self, store: TrajectoryStore, config: GyreConfig, micro_steps: MicroStepQueue, cell_dp: int
+    ) -> None:
         self._store = store
         self._config = config
         self._micro_steps = micro_steps
         self._bins_per_micro_step = cell_dp
-        self.batch = Batch()
+        self.batch = BatchRecord()
 
     def ready_groups(self) -> list[str]:
         """Finished groups that no step has trained or admitted, earliest finish first."""
-        return [group for group in self._store.finished_groups() if group not in self.batch.group_ids]
+        return [
+            group for group in self._store.finished_groups() if group not in self.batch.group_ids
+        ]
 
     async def admit(self, group_id: str, weight_version: int) -> None:
         """Process, pack and queue one finished group.
@@ -81,8 +68,8 @@ class BatchBuilder:
         )
         return processed, [packed.to_bytes() for packed in bins]
 
-    def next_step(self) -> Batch:
+    def next_step(self) -> BatchRecord:
         """End the step in progress: returns its batch and starts an empty one."""
-        finished, self.batch = self.batch, Batch()
+        finished, self.batch = self.batch, BatchRecord()
         self._micro_steps.start_step()
         return finished

@@ -1,8 +1,8 @@
 """One rank's life inside a cell: read an order, act, report.
 
-Every rank of a cell runs this loop with the same orders, which the cell's leader fetches from the control plane
-and broadcasts. Invariant: a cell never decides; trainer and engine weights carry the version of the last order
-that set them.
+Every rank of a cell runs this loop with the same orders, which the cell's leader fetches from the
+control plane and broadcasts. Invariant: a cell never decides; trainer and engine weights carry the
+version of the last order that set them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from gyre_megatron.config.weights import WeightsConfig
+from gyre_megatron.engines.server import SglangServer
 from gyre_megatron.errors import CellError, GyreError
-from gyre_megatron.rollout.server import SglangServer
 from gyre_megatron.runtime import protocol
 from gyre_megatron.runtime.control_client import ControlClient
 from gyre_megatron.runtime.parity import ParityCheck
@@ -28,9 +28,13 @@ from gyre_megatron.weights.process_groups import CrossCellGroups
 Metrics = dict[str, float]
 
 
-def take_core_weights(trainer: Trainer, groups: CrossCellGroups, prefix: int, config: WeightsConfig) -> None:
+def take_core_weights(
+    trainer: Trainer, groups: CrossCellGroups, prefix: int, config: WeightsConfig
+) -> None:
     """Bring the trainers of cells 0..prefix-1 to the core's weights, down the chain of cells."""
-    chain_broadcast(trainer.parameter_buffers(), groups, prefix, config.chunk_mib << 20, config.timeout_s)
+    chain_broadcast(
+        trainer.parameter_buffers(), groups, prefix, config.chunk_mib << 20, config.timeout_s
+    )
     trainer.weights_changed()
 
 
@@ -83,7 +87,8 @@ class CellAgent:
         return self.groups.cell == 0
 
     def run(self) -> str:
-        """Carry out orders until told to stop; returns the reason, empty after a run that went well."""
+        """Carry out orders until told to stop; returns the reason, empty after a run that went
+        well."""
         while True:
             order = self._next_order()
             if isinstance(order, protocol.Stop):
@@ -106,9 +111,13 @@ class CellAgent:
         except GyreError as failure:
             metrics, error = {}, f"{type(failure).__name__}: {failure}"
         if self.client is not None:
-            self.client.report(protocol.Report(order.order_id, metrics, time.monotonic() - started, error))
+            self.client.report(
+                protocol.Report(order.order_id, metrics, time.monotonic() - started, error)
+            )
         if error:
-            raise CellError(f"cell {self.groups.cell} could not carry out {type(order).__name__}: {error}")
+            raise CellError(
+                f"cell {self.groups.cell} could not carry out {type(order).__name__}: {error}"
+            )
 
     def _join(self, order: protocol.Join) -> Metrics:
         if self.server is not None:
@@ -152,7 +161,9 @@ class CellAgent:
     def install(self, version: int) -> Metrics:
         """Put the trainer's weights into the engine and measure how well the two agree."""
         if self.version != version:
-            raise CellError(f"the trainer holds version {self.version}, version {version} was to be installed")
+            raise CellError(
+                f"the trainer holds version {self.version}, version {version} was to be installed"
+            )
         self.weight_sync.publish(version)
         self.engine_version = version
         return {"logprob_gap": self.parity.measure(self.trainer, self.server)}

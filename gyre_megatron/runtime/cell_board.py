@@ -1,7 +1,8 @@
 """The control plane's side of the cells: who is there, what each was ordered, what came back.
 
 `order` sends one order to some cells and waits for all their reports; micro-steps are claimed by the cells
-themselves. A cell that reports a failure, or is silent for too long, fails the run with a clear error.
+themselves. A cell that reports a failure, or is silent for too long, fails the run with a clear
+error.
 """
 
 from __future__ import annotations
@@ -82,18 +83,27 @@ class CellBoard:
         for cell, make in orders.items():
             order = make(order_id=next(self._ids))
             name = type(order).__name__
-            futures[cell] = self._reports[order.order_id] = asyncio.get_running_loop().create_future()
+            futures[cell] = self._reports[order.order_id] = (
+                asyncio.get_running_loop().create_future()
+            )
             self._pending[cell].append(order)
         await self.wake()
         gathered = asyncio.gather(*futures.values())
-        await asyncio.wait((gathered, self.failure), timeout=self._order_timeout_s, return_when="FIRST_COMPLETED")
+        await asyncio.wait(
+            (gathered, self.failure), timeout=self._order_timeout_s, return_when="FIRST_COMPLETED"
+        )
         if self.failure.done():
             gathered.cancel()
             raise CellError(self.failure.result())
         if not gathered.done():
             gathered.cancel()
-            silent = [cell for cell, future in futures.items() if not future.done() or future.cancelled()]
-            raise CellError(f"cells {silent} did not carry out {name} within {self._order_timeout_s} s; see logs/")
+            silent = [
+                cell for cell, future in futures.items() if not future.done() or future.cancelled()
+            ]
+            raise CellError(
+                f"cells {silent} did not carry out {name} within {self._order_timeout_s} s; see "
+                "logs/"
+            )
         for report in gathered.result():
             metrics.order_seconds.labels(name).observe(report.seconds)
         return dict(zip(futures, gathered.result(), strict=True))
@@ -106,7 +116,10 @@ class CellBoard:
                 while True:
                     if self._pending[cell]:
                         return msgspec.msgpack.encode(self._pending[cell].popleft())
-                    if self.roles[cell] is Role.TRAIN and (claimed := self._claim(cell)) is not None:
+                    if (
+                        self.roles[cell] is Role.TRAIN
+                        and (claimed := self._claim(cell)) is not None
+                    ):
                         return msgspec.msgpack.encode(claimed)
                     await self._changed.wait()
         except TimeoutError:
@@ -152,7 +165,8 @@ class CellBoard:
         await self.wake()
 
     async def all_told(self, timeout_s: float) -> None:
-        """Wait until every registered cell has fetched its last order, or `timeout_s` has passed."""
+        """Wait until every registered cell has fetched its last order, or `timeout_s` has
+        passed."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while any(self._pending[cell] for cell in self.registrations):
             if asyncio.get_running_loop().time() > deadline:

@@ -1,6 +1,7 @@
 """HTTP routes of the control plane beside the proxy: cells, status, metrics.
 
-Cells show the run's control token; harnesses have only their execution's bearer token and are refused here.
+Cells show the run's control token; harnesses have only their execution's bearer token and are
+refused here.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from gyre_megatron.runtime.protocol import Register, Report
 
 
 def add_cell_routes(app: FastAPI, control: ControlPlane, token: str) -> None:
-    """Add /cells/{cell}/{register,next,report,fail}, /status and /metrics to the proxy's application."""
+    """Add /cells/{cell}/{register,next,report,fail}, /status and /metrics to the proxy's
+    application."""
 
     def check(request: Request) -> None:
-        if not hmac.compare_digest(request.headers.get(CONTROL_TOKEN_HEADER, "").encode(), token.encode()):
+        if not hmac.compare_digest(
+            request.headers.get(CONTROL_TOKEN_HEADER, "").encode(), token.encode()
+        ):
             raise HTTPException(401, "this route is for cells and needs the run's control token")
 
     @app.exception_handler(CellError)

@@ -46,11 +46,14 @@ class ControlClient:
 
     def _post(self, action: str, body: bytes, timeout_s: float) -> bytes:
         try:
-            response = self._session.post(f"{self.url}/cells/{self.cell}/{action}", data=body, timeout=timeout_s)
+            response = self._session.post(
+                f"{self.url}/cells/{self.cell}/{action}", data=body, timeout=timeout_s
+            )
             response.raise_for_status()
         except requests.RequestException as error:
             raise CellError(
-                f"cell {self.cell} lost the control plane at {self.url} ({action}): {error}; if its process ended, its "
+                f"cell {self.cell} lost the control plane at {self.url} ({action}): {error}; if "
+                "its process ended, its "
                 "log is control_plane.log in the run directory"
             ) from error
         return response.content

@@ -1,7 +1,8 @@
-"""The control plane: one asyncio process that owns proxy, store, scheduler and queue, and orders the cells.
+"""The control plane: one asyncio process that owns proxy, store, scheduler and queue, and orders
+the cells.
 
-Read `ControlPlane.run` first: it is the whole system in twenty lines. Decisions come from `scheduler.decide`;
-this module builds the state it decides on and carries its orders out.
+Read `ControlPlane.run` first: it is the whole system in twenty lines. Decisions come from
+`scheduler.decide`; this module builds the state it decides on and carries its orders out.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from functools import partial
 from typing import Any
 
 from gyre_megatron.config.loader import GyreConfig
+from gyre_megatron.engines.router import Router
 from gyre_megatron.errors import CellError, ParityError
-from gyre_megatron.rollout.harness import HarnessContext
-from gyre_megatron.rollout.router import Router
-from gyre_megatron.rollout.tasks import TaskSet
+from gyre_megatron.harness.runner import HarnessContext
+from gyre_megatron.harness.tasks import TaskSet
+from gyre_megatron.observe.journal import Journal
 from gyre_megatron.runtime import protocol
 from gyre_megatron.runtime.batch import BatchBuilder
 from gyre_megatron.runtime.cell_board import CellBoard
 from gyre_megatron.runtime.executions import ExecutionPool
-from gyre_megatron.runtime.journal import Journal
 from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.scheduler import (
@@ -63,7 +64,9 @@ class ControlPlane:
         self.trained_steps = self.published_steps = trained_steps
         self.micro_steps = MicroStepQueue()
         model_ranks = config.training.min_ranks
-        self.batches = BatchBuilder(store, config, self.micro_steps, cell_dp=ranks_per_cell // model_ranks)
+        self.batches = BatchBuilder(
+            store, config, self.micro_steps, cell_dp=ranks_per_cell // model_ranks
+        )
         cluster = config.cluster
         self.cells = CellBoard(
             cluster.num_cells,
@@ -115,7 +118,7 @@ class ControlPlane:
             open_micro_steps=self.micro_steps.num_open,
         )
 
-    # orders ----------------------------------------------------------------------------------------------------------
+    # orders ------------------------------
 
     async def _carry_out(self, order: Order) -> None:
         match order:
@@ -140,7 +143,8 @@ class ControlPlane:
             self.store.add_group(f"g{index:06d}", query, num_executions, self.published_steps)
 
     async def _leave(self, cell: int) -> None:
-        """Rollout -> training: calls move to other cells first, then the engine's memory goes to the trainer."""
+        """Rollout -> training: calls move to other cells first, then the engine's memory goes to
+        the trainer."""
         self.router.set_serving(cell, False)
         await self.router.drain(cell)
         await self.cells.order([cell], partial(protocol.Join, step=self.trained_steps + 1))
@@ -149,14 +153,18 @@ class ControlPlane:
         self._set_role(cell, Role.TRAIN)
 
     async def _return(self, cell: int) -> None:
-        """Training -> rollout: the engine takes its memory back and the published weights, then calls come in."""
-        reports = await self.cells.order([cell], partial(protocol.Serve, version=self.published_steps))
+        """Training -> rollout: the engine takes its memory back and the published weights, then
+        calls come in."""
+        reports = await self.cells.order(
+            [cell], partial(protocol.Serve, version=self.published_steps)
+        )
         self._check_parity(reports)
         self.router.set_serving(cell, True)
         self._set_role(cell, Role.ROLLOUT)
 
     async def _sync(self, prefix: int) -> None:
-        """Bring the trainers of cells 0..prefix-1 to the core's weights in the middle of a burst."""
+        """Bring the trainers of cells 0..prefix-1 to the core's weights in the middle of a
+        burst."""
         make = partial(protocol.Sync, prefix=prefix, version=self.trained_steps)
         await self.cells.order(range(prefix), make)
         for cell in range(prefix):
@@ -164,22 +172,28 @@ class ControlPlane:
 
     async def _finish_step(self, prefix: int) -> None:
         step = self.trained_steps + 1
-        make = partial(protocol.FinishStep, step=step, prefix=prefix, skip=self.batches.batch.num_bins == 0)
+        make = partial(
+            protocol.FinishStep, step=step, prefix=prefix, skip=self.batches.batch.num_bins == 0
+        )
         reports = await self.cells.order(range(prefix), make)
         self.store.mark_trained(self.batches.batch.group_ids, step)
         self.trained_steps = self._cell_versions[0] = step
         by_cell = dict(self.micro_steps.done_by_cell)
-        self.journal.step(step, self.batches.next_step(), reports[0].metrics, by_cell, self.status())
+        self.journal.step(
+            step, self.batches.next_step(), reports[0].metrics, by_cell, self.status()
+        )
         if prefix > 1 and step < self.state().burst_end(self.config.scheduler):
             await self._sync(prefix)
 
     async def _publish(self) -> None:
-        """End of a burst: the core's weights go to every trainer, and into the engines that serve."""
+        """End of a burst: the core's weights go to every trainer, and into the engines that
+        serve."""
         version = self.trained_steps
         roles = list(self.cells.roles)
         serving = [cell for cell, role in enumerate(roles) if role is Role.ROLLOUT]
         orders = {
-            cell: partial(protocol.Publish, version=version, install=cell in serving) for cell in range(len(roles))
+            cell: partial(protocol.Publish, version=version, install=cell in serving)
+            for cell in range(len(roles))
         }
         reports = await self.cells.order_each(orders)
         self._check_parity(reports)
@@ -191,36 +205,54 @@ class ControlPlane:
     async def _checkpoint_if_due(self) -> None:
         run, step = self.config.run, self.trained_steps
         last = self.directory.latest_checkpoint()
-        due = run.checkpoint_interval > 0 and step - (last.step if last else 0) >= run.checkpoint_interval
+        due = (
+            run.checkpoint_interval > 0
+            and step - (last.step if last else 0) >= run.checkpoint_interval
+        )
         if not due and step < run.num_steps:
             return
         staging = self.directory.staging_for(step)
         await self.cells.order([0], partial(protocol.Checkpoint, directory=str(staging)))
         dispatched, started, finished = self.store.counters()
         counters = {"dispatched": dispatched, "started": started, "finished": finished}
-        await asyncio.to_thread(self.directory.commit_checkpoint, step, counters, run.keep_checkpoints)
+        await asyncio.to_thread(
+            self.directory.commit_checkpoint, step, counters, run.keep_checkpoints
+        )
 
-    # inner -----------------------------------------------------------------------------------------------------------
+    # inner ------------------------------
 
     async def _wait_for_cells(self) -> None:
         registered = asyncio.ensure_future(self.cells.all_registered.wait())
         timeout = self.config.cluster.start_timeout_s
-        await asyncio.wait((registered, self.cells.failure), timeout=timeout, return_when="FIRST_COMPLETED")
+        await asyncio.wait(
+            (registered, self.cells.failure), timeout=timeout, return_when="FIRST_COMPLETED"
+        )
         if self.cells.failure.done():
             raise CellError(self.cells.failure.result())
         if not registered.done():
             missing = sorted(set(range(len(self.cells.roles))) - set(self.cells.registrations))
-            raise CellError(f"cells {missing} did not start within cluster.start_timeout_s={timeout} s; see logs/")
+            raise CellError(
+                f"cells {missing} did not start within cluster.start_timeout_s={timeout} s; see "
+                "logs/"
+            )
         for cell, registration in sorted(self.cells.registrations.items()):
             self._check_gap(cell, registration.logprob_gap)
-            self.router.add_engine(cell, registration.engine_url, self.config.scheduler.cell_capacity)
-        self.router.set_preference(range(len(self.cells.roles) - 1, -1, -1))  # later cells serve longest
+            self.router.add_engine(
+                cell, registration.engine_url, self.config.scheduler.cell_capacity
+            )
+        self.router.set_preference(
+            range(len(self.cells.roles) - 1, -1, -1)
+        )  # later cells serve longest
         self.journal.roles(self.cells.roles, self.state().waterlevel)
 
     async def _admit_ready_groups(self) -> None:
         """The core trains what has finished while the rest still runs."""
         missing = self.config.scheduler.groups_per_step - len(self.batches.batch.group_ids)
-        if self.cells.roles[0] is not Role.TRAIN or missing == 0 or self.trained_steps == self.config.run.num_steps:
+        if (
+            self.cells.roles[0] is not Role.TRAIN
+            or missing == 0
+            or self.trained_steps == self.config.run.num_steps
+        ):
             return
         for group_id in self.batches.ready_groups()[:missing]:
             await self.batches.admit(group_id, self.trained_steps)
@@ -231,7 +263,9 @@ class ControlPlane:
         serving = sum(role is Role.ROLLOUT for role in self.cells.roles)
         return serving * self.config.scheduler.cell_capacity
 
-    def _start_transition(self, cell: int, through: Role, transition: Coroutine[Any, Any, None]) -> None:
+    def _start_transition(
+        self, cell: int, through: Role, transition: Coroutine[Any, Any, None]
+    ) -> None:
         self._set_role(cell, through)
         self._transition = asyncio.create_task(transition)
         self._transition.add_done_callback(lambda _: self._wake())
@@ -272,7 +306,8 @@ class ControlPlane:
         if not gap <= limit:
             raise ParityError(
                 f"cell {cell}: trainer and engine differ by {gap:.3g} nats on the same tokens, "
-                f"run.logprob_gap_limit is {limit:g}; the weights or the numerics of the two differ "
+                f"run.logprob_gap_limit is {limit:g}; the weights or the numerics of the two "
+                "differ "
                 "(dtype, attention backend, router)"
             )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gyre_megatron.errors import CellError
-from gyre_megatron.rollout.processes import child_environment
+from gyre_megatron.processes import child_environment
 from gyre_megatron.runtime.run_directory import RunDirectory
 
 END_TIMEOUT_S = 60.0
@@ -36,7 +36,12 @@ class ControlProcess:
     """
 
     def __init__(
-        self, config_arguments: list[str], checkpoint: Path, ranks_per_cell: int, resume: bool, directory: RunDirectory
+        self,
+        config_arguments: list[str],
+        checkpoint: Path,
+        ranks_per_cell: int,
+        resume: bool,
+        directory: RunDirectory,
     ) -> None:
         self._directory = directory
         words = [sys.executable, "-m", "gyre_megatron.runtime.service", *config_arguments]
@@ -57,7 +62,9 @@ class ControlProcess:
             if (endpoint := self._read_endpoint()) is not None:
                 return endpoint
             time.sleep(0.05)
-        raise CellError(f"the control plane was not ready after cluster.start_timeout_s={timeout_s} s")
+        raise CellError(
+            f"the control plane was not ready after cluster.start_timeout_s={timeout_s} s"
+        )
 
     def _read_endpoint(self) -> Endpoint | None:
         file = self._directory.endpoint_file
@@ -75,7 +82,9 @@ class ControlProcess:
         try:
             code = self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise CellError(f"the control plane did not end within {END_TIMEOUT_S} s after the run") from None
+            raise CellError(
+                f"the control plane did not end within {END_TIMEOUT_S} s after the run"
+            ) from None
         if code != 0:
             raise CellError(f"the control plane ended with exit code {code}; its error is above")
 

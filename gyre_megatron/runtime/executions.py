@@ -1,7 +1,7 @@
 """Keeps as many executions running as the serving cells have room for.
 
-One asyncio task per running execution; all state that matters is in the store, so a restarted control plane
-goes on from there. Invariant: an execution is finished in the store exactly once.
+One asyncio task per running execution; all state that matters is in the store, so a restarted
+control plane goes on from there. Invariant: an execution is finished in the store exactly once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from gyre_megatron.rollout.harness import HarnessContext, run_execution
+from gyre_megatron.harness.runner import HarnessContext, run_execution
 from gyre_megatron.trajectory.records import Outcome
 
 
@@ -23,7 +23,9 @@ class ExecutionPool:
         on_change: called after each finish.
     """
 
-    def __init__(self, context: HarnessContext, room: Callable[[], int], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, context: HarnessContext, room: Callable[[], int], on_change: Callable[[], None]
+    ) -> None:
         self._context = context
         self._room = room
         self._on_change = on_change
@@ -52,7 +54,8 @@ class ExecutionPool:
             raise self._failures[0]
 
     async def stop(self) -> None:
-        """End the harnesses that still run; their executions stay `running` and are queued again on resume."""
+        """End the harnesses that still run; their executions stay `running` and are queued again on
+        resume."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()

@@ -1,7 +1,7 @@
 """The queue of micro-steps that training cells claim.
 
-Cells that joined earlier or run faster take more, and all finish together. Invariant: a micro-step is waiting,
-claimed by exactly one cell, or done; the order of admission is the order of claims.
+Cells that joined earlier or run faster take more, and all finish together. Invariant: a micro-step
+is waiting, claimed by exactly one cell, or done; the order of admission is the order of claims.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class MicroStepQueue:
             self.total += 1
 
     def claim(self, cell: int) -> tuple[int, list[bytes]] | None:
-        """Give the oldest waiting micro-step to `cell`: (claim number, bins), or None if none waits."""
+        """Give the oldest waiting micro-step to `cell`: (claim number, bins), or None if none
+        waits."""
         if not self._waiting:
             return None
         claim, self._next_claim = self._next_claim, self._next_claim + 1

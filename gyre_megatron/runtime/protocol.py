@@ -1,7 +1,8 @@
-"""What the control plane and the cells say to each other: MessagePack structs over HTTP on the control plane.
+"""What the control plane and the cells say to each other: MessagePack structs over HTTP on the
+control plane.
 
-A cell's leader asks `POST /cells/{cell}/next` for one order at a time, its cell carries it out, and the leader
-answers with `POST /cells/{cell}/report`. Cells never decide anything.
+A cell's leader asks `POST /cells/{cell}/next` for one order at a time, its cell carries it out, and
+the leader answers with `POST /cells/{cell}/report`. Cells never decide anything.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ class MicroStep(msgspec.Struct, tag=True):
 
 
 class FinishStep(msgspec.Struct, tag=True):
-    """Reduce gradients over cells 0..prefix-1 to the core, which steps its optimizer unless `skip`."""
+    """Reduce gradients over cells 0..prefix-1 to the core, which steps its optimizer unless
+    `skip`."""
 
     order_id: int
     step: int
     prefix: int
     skip: bool
-    """Every advantage of the batch was zero: no gradient exists, and Adam's momentum alone must not move weights."""
+    """Every advantage of the batch was zero: no gradient exists, and Adam's momentum alone must not
+    move weights."""
 
 
 class Publish(msgspec.Struct, tag=True):
-    """Take the core's weights into every trainer; cells that serve install them in their engine in place."""
+    """Take the core's weights into every trainer; cells that serve install them in their engine in
+    place."""
 
     order_id: int
     version: int
@@ -95,7 +99,8 @@ class Report(msgspec.Struct):
     """An order was carried out, or failed with `error`.
 
     Attributes:
-        metrics: numbers that the order produced; micro-step metrics add up over micro-steps and cells.
+        metrics: numbers that the order produced; micro-step metrics add up over micro-steps and
+            cells.
         seconds: wall time the order took.
     """
 

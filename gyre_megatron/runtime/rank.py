@@ -19,8 +19,9 @@ import torch.distributed as dist
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.weights import WeightsConfig
+from gyre_megatron.engines.server import ServerSpec, SglangServer
 from gyre_megatron.errors import CellError, ConfigError, GyreError
-from gyre_megatron.rollout.server import ServerSpec, SglangServer
+from gyre_megatron.extensions import ExtensionPoint
 from gyre_megatron.runtime.cell_agent import CellAgent, take_core_weights
 from gyre_megatron.runtime.checks import check_architecture, check_layout
 from gyre_megatron.runtime.control_client import ControlClient
@@ -28,10 +29,13 @@ from gyre_megatron.runtime.control_process import ControlProcess
 from gyre_megatron.runtime.parity import ParityCheck
 from gyre_megatron.runtime.protocol import Register
 from gyre_megatron.runtime.run_directory import RunDirectory
-from gyre_megatron.runtime.tiny_model import ensure_tiny_checkpoint
 from gyre_megatron.training import Trainer
 from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
+
+TINY_MODEL_MAKERS: ExtensionPoint = ExtensionPoint(
+    "model.tiny.maker", parameters=("config", "path"), returns="the checkpoint's directory"
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ def run_rank(config: GyreConfig, config_arguments: list[str], resume: bool) -> N
 
     Args:
         config: the resolved configuration.
-        config_arguments: command-line words that load the same configuration, for the control plane's process.
+        config_arguments: command-line words that load the same configuration, for the control
+            plane's process.
         resume: go on from the run directory's latest checkpoint.
 
     Raises:
@@ -99,7 +104,9 @@ def _start_control_plane(
     check_layout(config, architecture, place.topology)
     _check_address(config)
     directory = RunDirectory(Path(config.run.root) / config.run.name)
-    control = ControlProcess(config_arguments, checkpoint, place.topology.ranks_per_cell, resume, directory)
+    control = ControlProcess(
+        config_arguments, checkpoint, place.topology.ranks_per_cell, resume, directory
+    )
     endpoint = control.wait_until_ready(config.cluster.start_timeout_s)
     latest = directory.latest_checkpoint() if resume else None
     values = (endpoint.url, endpoint.token, str(latest.step if latest else 0), str(checkpoint))
@@ -113,7 +120,8 @@ def resolve_checkpoint(config: GyreConfig) -> Path:
         return Path(config.model.checkpoint).resolve()
     assert config.model.tiny is not None  # ModelConfig allows no third way
     digest = hashlib.sha256(config.model.tiny.model_dump_json().encode()).hexdigest()[:12]
-    return ensure_tiny_checkpoint(config.model.tiny, Path(config.run.root).resolve() / "models" / f"tiny-{digest}")
+    make = TINY_MODEL_MAKERS.load(config.model.tiny.maker)
+    return make(config.model.tiny, Path(config.run.root).resolve() / "models" / f"tiny-{digest}")
 
 
 def _agree_on_start(place: RankPlace, timeout_s: float) -> tuple[str, str, int, str]:
@@ -125,7 +133,9 @@ def _agree_on_start(place: RankPlace, timeout_s: float) -> tuple[str, str, int, 
     return first, token, int(step), checkpoint
 
 
-def _run_cell(config: GyreConfig, place: RankPlace, client: ControlClient, step: int, checkpoint: Path) -> str:
+def _run_cell(
+    config: GyreConfig, place: RankPlace, client: ControlClient, step: int, checkpoint: Path
+) -> str:
     """Start engine and trainer, register, follow orders; returns the reason for the stop."""
     directory = RunDirectory(Path(config.run.root) / config.run.name)
     server = None
@@ -149,7 +159,8 @@ def _check_address(config: GyreConfig) -> None:
     """Refuse a loopback address where other nodes must reach the control plane."""
     if not _on_one_node() and config.cluster.host.startswith("127."):
         raise ConfigError(
-            f"the job spans nodes, but cluster.host={config.cluster.host} can be reached from its own node only; "
+            f"the job spans nodes, but cluster.host={config.cluster.host} can be reached from its "
+            "own node only; "
             "set it to the address of the node that runs rank 0"
         )
 
@@ -163,7 +174,9 @@ def _engine_host(config: GyreConfig) -> str:
     return config.cluster.host if _on_one_node() else socket.gethostbyname(socket.gethostname())
 
 
-def _start_server(config: GyreConfig, place: RankPlace, directory: RunDirectory, checkpoint: Path) -> SglangServer:
+def _start_server(
+    config: GyreConfig, place: RankPlace, directory: RunDirectory, checkpoint: Path
+) -> SglangServer:
     spec = ServerSpec(
         checkpoint=checkpoint,
         tp=config.engine.tp or place.topology.ranks_per_cell,
@@ -194,7 +207,9 @@ def _make_agent(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     position = place.topology.position_of(place.rank)
     ranks = place.topology.ranks_per_cell
-    dist.init_process_group(backend, store=cell_store, rank=position, world_size=ranks, timeout=timeout)
+    dist.init_process_group(
+        backend, store=cell_store, rank=position, world_size=ranks, timeout=timeout
+    )
     groups = CrossCellGroups(place.store, place.topology, place.rank, timeout)
     architecture = Architecture.from_checkpoint(checkpoint)
     trainer = Trainer(config.training, architecture, checkpoint, with_optimizer=place.cell == 0)
@@ -211,22 +226,40 @@ def _make_agent(
     )
     parity = ParityCheck(config.run.parity_sequences, architecture.vocab_size, config.run.seed)
     return CellAgent(
-        trainer, weight_sync, groups, server, client if place.is_leader else None, parity, config.weights, step
+        trainer,
+        weight_sync,
+        groups,
+        server,
+        client if place.is_leader else None,
+        parity,
+        config.weights,
+        step,
     )
 
 
-def _restore(trainer: Trainer, groups: CrossCellGroups, directory: RunDirectory, weights: WeightsConfig) -> None:
+def _restore(
+    trainer: Trainer, groups: CrossCellGroups, directory: RunDirectory, weights: WeightsConfig
+) -> None:
     """The core reads the latest checkpoint; every other cell takes its weights from the core."""
     if groups.cell == 0:
         latest = directory.latest_checkpoint()
         if latest is None:
-            raise CellError(f"the checkpoint in {directory.checkpoints} disappeared while the run was starting")
+            raise CellError(
+                f"the checkpoint in {directory.checkpoints} disappeared while the run was starting"
+            )
         trainer.load_checkpoint(latest.directory)
     take_core_weights(trainer, groups, groups.topology.num_cells, weights)
 
 
-def _register(agent: CellAgent, client: ControlClient, server: SglangServer | None, step: int) -> None:
-    """Bring the engine to the trainer's weights where a checkpoint moved them, then announce the cell."""
-    gap = agent.install(step)["logprob_gap"] if step > 0 else agent.parity.measure(agent.trainer, server)
+def _register(
+    agent: CellAgent, client: ControlClient, server: SglangServer | None, step: int
+) -> None:
+    """Bring the engine to the trainer's weights where a checkpoint moved them, then announce the
+    cell."""
+    gap = (
+        agent.install(step)["logprob_gap"]
+        if step > 0
+        else agent.parity.measure(agent.trainer, server)
+    )
     if server is not None:
         client.register(Register(engine_url=server.url, version=step, logprob_gap=gap))

@@ -1,9 +1,5 @@
-"""What a run keeps on disk, and who may write there.
+"""The run's directory: who may write there, and how its checkpoints become complete.
 
-```
-runs/NAME/ lock  config.json  store.db  metrics.jsonl  timeline.jsonl  control_plane.json (while running)
-           checkpoints/step_000010/  checkpoints/latest.json  logs/  tensorboard/  timeline.png  reward.png
-```
 Invariant: one process at a time holds the lock; `latest.json` names only complete checkpoints.
 """
 
@@ -18,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_megatron.errors import CheckpointError, RunDirectoryError
+from gyre_megatron.observe.files import RunFiles
 
 
 @dataclass(frozen=True)
@@ -28,57 +25,38 @@ class CheckpointInfo:
     directory: Path
 
 
-class RunDirectory:
-    """Paths of one run and the operations that must be atomic."""
+class RunDirectory(RunFiles):
+    """The files of one run and the operations on them that must be atomic."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        super().__init__(path)
         self._lock_file: Any = None
-
-    @property
-    def store_file(self) -> Path:
-        return self.path / "store.db"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def timeline_file(self) -> Path:
-        return self.path / "timeline.jsonl"
-
-    @property
-    def endpoint_file(self) -> Path:
-        """Address and token of the running control plane."""
-        return self.path / "control_plane.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    def log_file(self, name: str) -> Path:
-        return self.path / "logs" / f"{name}.log"
 
     def open(self, resume: bool) -> None:
         """Take the lock and refuse to mix runs.
 
         Raises:
-            RunDirectoryError: another run holds the directory, or it holds a run and `resume` is off, or it
+            RunDirectoryError: another run holds the directory, or it holds a run and `resume` is
+            off, or it
                 holds none and `resume` is on.
         """
         if resume and not self.store_file.exists():
-            raise RunDirectoryError(f"nothing to resume in {self.path}: it holds no run; start without --resume")
+            raise RunDirectoryError(
+                f"nothing to resume in {self.path}: it holds no run; start without --resume"
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock_file = (self.path / "lock").open("w")
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RunDirectoryError(
-                f"{self.path} is in use by another run; wait for it, stop it, or set run.name to another name"
+                f"{self.path} is in use by another run; wait for it, stop it, or set run.name to "
+                "another name"
             ) from None
         if not resume and self.store_file.exists():
             raise RunDirectoryError(
-                f"{self.path} holds a run already; continue it with --resume, or set run.name to another name"
+                f"{self.path} holds a run already; continue it with --resume, or set run.name to "
+                "another name"
             )
         self.log_file("x").parent.mkdir(exist_ok=True)
 
@@ -123,7 +101,8 @@ class RunDirectory:
         directory = self.checkpoints / value["directory"]
         if not (directory / "state.json").is_file():
             raise CheckpointError(
-                f"{pointer} names {directory}, which is missing or incomplete; restore it, or delete latest.json to "
+                f"{pointer} names {directory}, which is missing or incomplete; restore it, or "
+                "delete latest.json to "
                 "start again from the initial weights"
             )
         return CheckpointInfo(value["step"], directory)

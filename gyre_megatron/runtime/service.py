@@ -21,18 +21,18 @@ import uvicorn
 from fastapi import FastAPI
 
 from gyre_megatron.config.loader import GyreConfig, load_config
+from gyre_megatron.engines.router import Router
 from gyre_megatron.errors import ConfigError, GyreError, RunDirectoryError
-from gyre_megatron.rollout.harness import end_orphaned_harnesses
-from gyre_megatron.rollout.processes import die_with_parent
-from gyre_megatron.rollout.proxy import create_proxy_app
-from gyre_megatron.rollout.renderer import Renderer
-from gyre_megatron.rollout.router import Router
-from gyre_megatron.rollout.tasks import TaskSet
-from gyre_megatron.runtime import report
+from gyre_megatron.harness.runner import end_orphaned_harnesses
+from gyre_megatron.harness.tasks import TaskSet
+from gyre_megatron.observe import report
+from gyre_megatron.observe.journal import Journal
+from gyre_megatron.processes import die_with_parent
+from gyre_megatron.proxy.app import create_proxy_app
 from gyre_megatron.runtime.cell_routes import add_cell_routes
 from gyre_megatron.runtime.control_plane import ControlPlane
-from gyre_megatron.runtime.journal import Journal
 from gyre_megatron.runtime.run_directory import RunDirectory
+from gyre_megatron.text.renderer import Renderer
 from gyre_megatron.trajectory.store import TrajectoryStore
 
 CELLS_END_S = 15.0
@@ -60,19 +60,32 @@ async def serve(config: GyreConfig, checkpoint: Path, ranks_per_cell: int, resum
             store.requeue_running()
         renderer = Renderer.from_checkpoint(checkpoint, config.rollout.proxy)
         if config.rollout.harness.tasks is None:
-            raise ConfigError("rollout.harness.tasks is not set: name a directory of tasks (each a task.yaml)")
+            raise ConfigError(
+                "rollout.harness.tasks is not set: name a directory of tasks (each a task.yaml)"
+            )
         tasks = TaskSet.load(config.rollout.harness.tasks)
         url = f"http://{config.cluster.host}:{listener.getsockname()[1]}"
         app = create_proxy_app(store, router, renderer, config.rollout)
         control = ControlPlane(
-            config, directory, store, router, tasks, journal, ranks_per_cell, trained_steps, base_url=url
+            config,
+            directory,
+            store,
+            router,
+            tasks,
+            journal,
+            ranks_per_cell,
+            trained_steps,
+            base_url=url,
         )
         token = secrets.token_urlsafe(24)
         add_cell_routes(app, control, token)
         async with _http_server(app, listener):
-            directory.write_json(directory.endpoint_file, {"url": url, "token": token, "pid": os.getpid()})
+            directory.write_json(
+                directory.endpoint_file, {"url": url, "token": token, "pid": os.getpid()}
+            )
             print(
-                f"run {directory.path}: status at {url}/status; waiting for {config.cluster.num_cells} cells to start "
+                f"run {directory.path}: status at {url}/status; waiting for "
+                f"{config.cluster.num_cells} cells to start "
                 "their SGLang servers and Megatron trainers",
                 flush=True,
             )
@@ -110,7 +123,9 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def _http_server(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
     """Serve `app` on an open socket, inside the running loop, while the block runs."""
-    settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600)
+    settings = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600
+    )
     server = _Server(settings)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not task.done():
@@ -129,7 +144,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         raise RunDirectoryError(
-            f"the control plane cannot listen on {host}:{port} ({error.strerror}); set cluster.port to a free port, or "
+            f"the control plane cannot listen on {host}:{port} ({error.strerror}); set "
+            "cluster.port to a free port, or "
             "to 0 for any"
         ) from None
     listener.listen(1024)
@@ -146,7 +162,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides; it sends SIGTERM
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
     try:
         config = load_config(arguments.config, arguments.overrides).config
         asyncio.run(serve(config, arguments.checkpoint, arguments.ranks_per_cell, arguments.resume))

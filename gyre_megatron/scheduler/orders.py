@@ -1,4 +1,5 @@
-"""What the scheduler can decide. One decision is a tuple of these; the runtime carries them out in order."""
+"""What the scheduler can decide. One decision is a tuple of these; the runtime carries them out in
+order."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Leave:
-    """Move `cell` from rollout to training: re-route its calls, release its engine, join the running step."""
+    """Move `cell` from rollout to training: re-route its calls, release its engine, join the
+    running step."""
 
     cell: int
 

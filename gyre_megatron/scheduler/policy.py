@@ -11,7 +11,15 @@ from __future__ import annotations
 
 from gyre_megatron.config.scheduler import SchedulerConfig
 from gyre_megatron.errors import PolicyError
-from gyre_megatron.scheduler.orders import Dispatch, Finish, FinishStep, Leave, Order, Publish, Return
+from gyre_megatron.scheduler.orders import (
+    Dispatch,
+    Finish,
+    FinishStep,
+    Leave,
+    Order,
+    Publish,
+    Return,
+)
 from gyre_megatron.scheduler.state import Role, SchedulerState
 
 
@@ -26,7 +34,8 @@ def decide(state: SchedulerState, config: SchedulerConfig) -> tuple[Order, ...]:
         Orders to carry out in sequence; empty when there is nothing to do until something changes.
 
     Raises:
-        PolicyError: the training cells are not a prefix of the cells, or a step was filled without the core.
+        PolicyError: the training cells are not a prefix of the cells, or a step was filled without
+        the core.
     """
     _check_prefix(state)
     if state.in_transition:
@@ -37,7 +46,9 @@ def decide(state: SchedulerState, config: SchedulerConfig) -> tuple[Order, ...]:
         return (Publish(),)
     if state.step_complete(config):
         if not state.training_cells:
-            raise PolicyError("a step was filled while no cell trains; groups are admitted by the core cell only")
+            raise PolicyError(
+                "a step was filled while no cell trains; groups are admitted by the core cell only"
+            )
         return (FinishStep(prefix=len(state.training_cells)),)
     missing = state.dispatch_depth(config) * config.executions_per_group - state.dispatched
     if missing > 0:
@@ -49,7 +60,10 @@ def decide(state: SchedulerState, config: SchedulerConfig) -> tuple[Order, ...]:
 def _check_prefix(state: SchedulerState) -> None:
     training = [role in (Role.TRAIN, Role.LEAVING, Role.RETURNING) for role in state.roles]
     if training != sorted(training, reverse=True):
-        raise PolicyError(f"training cells must be a prefix of the cells, found roles {list(map(str, state.roles))}")
+        raise PolicyError(
+            "training cells must be a prefix of the cells, found roles "
+            f"{list(map(str, state.roles))}"
+        )
 
 
 def _wind_down(state: SchedulerState) -> tuple[Order, ...]:
@@ -60,8 +74,8 @@ def _wind_down(state: SchedulerState) -> tuple[Order, ...]:
 def _dispatch(state: SchedulerState, config: SchedulerConfig, num_groups: int) -> tuple[Order, ...]:
     """At a burst boundary: bring back the cells that the new executions need, then dispatch.
 
-    Cells return last joined first, so the training cells stay a prefix. The core stays in training when a
-    group is ready for it and the cells that serve cover what is about to be dispatched.
+    Cells return last joined first, so the training cells stay a prefix. The core stays in training
+    when a group is ready for it and the cells that serve cover what is about to be dispatched.
     """
     unfinished = state.waterlevel + num_groups * config.executions_per_group
     training = state.training_cells

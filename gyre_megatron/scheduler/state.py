@@ -1,8 +1,9 @@
-"""What the scheduler knows: cell roles, the three counters and the batch in training. Plain values, no I/O.
+"""What the scheduler knows: cell roles, the three counters and the batch in training. Plain values,
+no I/O.
 
-The runtime builds a `SchedulerState` from its components before each decision; the simulator from its events.
-Counters are cumulative executions of the whole run: dispatched d(t), started p(t), finished f(t); the
-waterlevel is w(t) = d(t) - f(t).
+The runtime builds a `SchedulerState` from its components before each decision; the simulator from
+its events. Counters are cumulative executions of the whole run: dispatched d(t), started p(t),
+finished f(t); the waterlevel is w(t) = d(t) - f(t).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class SchedulerState:
         roles: role of each cell, core first.
         dispatched, started, finished: cumulative executions.
         trained_steps: optimizer steps done in the run.
-        published_steps: steps whose weights every engine has; equals the weight version that serves.
+        published_steps: steps whose weights every engine has; equals the weight version that
+            serves.
         total_steps: steps of the whole run.
         ready_groups: finished groups that no step has consumed or admitted yet.
         admitted_groups: groups admitted to the step in progress.
@@ -83,7 +85,8 @@ class SchedulerState:
         return tuple(cell for cell, role in enumerate(self.roles) if role is Role.ROLLOUT)
 
     def step_complete(self, config: SchedulerConfig) -> bool:
-        """Whether every group of the step in progress was admitted and all its micro-steps are done."""
+        """Whether every group of the step in progress was admitted and all its micro-steps are
+        done."""
         return self.admitted_groups == config.groups_per_step and self.open_micro_steps == 0
 
     def burst_end(self, config: SchedulerConfig) -> int:

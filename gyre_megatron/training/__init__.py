@@ -1,6 +1,6 @@
 """Training with Megatron-Core on packed trees. The only room that imports megatron."""
 
-from gyre_megatron.training import megatron_cpu
+from gyre_megatron.cpu import megatron as megatron_cpu
 
 megatron_cpu.install()  # before anything below imports megatron
 

@@ -1,4 +1,5 @@
-"""Tree attention as Megatron's core attention; with context parallelism, keys and values are gathered.
+"""Tree attention as Megatron's core attention; with context parallelism, keys and values are
+gathered.
 
 Legend: T this rank's queries, S all tokens of the bin, N heads, G key-value heads, D head size.
 """
@@ -47,13 +48,21 @@ class TreeAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: TreeParams | None = None,
     ) -> torch.Tensor:
-        """Attend along the tree: query [T, 1, N, D], key and value [T, 1, G, D] -> [T, 1, N * D]."""
+        """Attend along the tree: query [T, 1, N, D], key and value [T, 1, G, D] -> [T, 1, N *
+        D]."""
         if not isinstance(packed_seq_params, TreeParams):
-            raise ConfigError("tree attention needs packed_seq_params to be a TreeParams; run the model on a TreeBatch")
+            raise ConfigError(
+                "tree attention needs packed_seq_params to be a TreeParams; run the model on a "
+                "TreeBatch"
+            )
         params = packed_seq_params
         if params.order is not None:
-            key, value = gather_tokens(torch.cat([key, value], dim=-1), params.order, self.cp_group).chunk(2, dim=-1)
-        query, key, value = (x.squeeze(1).transpose(0, 1) for x in (query, key, value))  # [heads, tokens, D]
+            key, value = gather_tokens(
+                torch.cat([key, value], dim=-1), params.order, self.cp_group
+            ).chunk(2, dim=-1)
+        query, key, value = (
+            x.squeeze(1).transpose(0, 1) for x in (query, key, value)
+        )  # [heads, tokens, D]
         if query.is_cuda:
             from gyre_megatron.training.flex import flex_tree_attention
 
@@ -82,5 +91,6 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def gather_tokens(x: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All tokens of the bin in DFS order from every rank's share [T, ...]; gradients go back to the owners, summed."""
+    """All tokens of the bin in DFS order from every rank's share [T, ...]; gradients go back to the
+    owners, summed."""
     return _GatherTokens.apply(x, order, group)

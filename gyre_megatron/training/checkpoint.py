@@ -25,14 +25,19 @@ def _sharded(chunk: Any) -> dict[str, Any]:
     return chunk.sharded_state_dict(metadata=_metadata())
 
 
-def _state(chunks: Sequence[torch.nn.Module], optimizer, schedule, *, is_loading: bool) -> dict[str, Any]:
+def _state(
+    chunks: Sequence[torch.nn.Module], optimizer, schedule, *, is_loading: bool
+) -> dict[str, Any]:
     state: dict[str, Any] = {
-        f"model{i}" if len(chunks) > 1 else "model": _sharded(chunk) for i, chunk in enumerate(chunks)
+        f"model{i}" if len(chunks) > 1 else "model": _sharded(chunk)
+        for i, chunk in enumerate(chunks)
     }
     if optimizer is not None:
         models = {k: v for k, v in state.items() if k.startswith("model")}
         model = models if len(chunks) > 1 else models["model"]
-        state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())
+        state["optimizer"] = optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=_metadata()
+        )
         state["schedule"] = schedule.state_dict()
     return state
 
@@ -49,8 +54,12 @@ def load(directory: str | Path, chunks: Sequence[torch.nn.Module], optimizer, sc
         CheckpointError: there is no complete checkpoint at `directory`.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
-        raise CheckpointError(f"{directory} holds no complete Megatron checkpoint (no metadata.json); choose another")
-    loaded = dist_checkpointing.load(_state(chunks, optimizer, schedule, is_loading=True), str(directory))
+        raise CheckpointError(
+            f"{directory} holds no complete Megatron checkpoint (no metadata.json); choose another"
+        )
+    loaded = dist_checkpointing.load(
+        _state(chunks, optimizer, schedule, is_loading=True), str(directory)
+    )
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{i}" if len(chunks) > 1 else "model"])
     if optimizer is not None:

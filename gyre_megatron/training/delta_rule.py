@@ -1,10 +1,11 @@
 """The gated delta rule over a forest: every segment starts from its parent's final state.
 
-Source: Gated DeltaNet (arXiv 2412.06464); per token, S <- exp(g) S, then S <- S + k (beta (v - S^T k))^T, out = S^T q.
-Segments of one level of the tree run together, those of similar length in one batch, each with its own state: nothing
-passes between siblings.
+Source: Gated DeltaNet (arXiv 2412.06464); per token, S <- exp(g) S, then S <- S + k (beta (v - S^T
+k))^T, out = S^T q. Segments of one level of the tree run together, those of similar length in one
+batch, each with its own state: nothing passes between siblings.
 
-Legend: T tokens, B segments of a batch, L its longest segment, C chunk, N heads, K key size, V value size.
+Legend: T tokens, B segments of a batch, L its longest segment, C chunk, N heads, K key size, V
+value size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class SegmentBatch:
 
     Attributes:
         tokens: int64 [B, L]; global token of each place, T where there is none.
-        parents: int64 [B]; segment whose final state each starts from; the number of segments stands for zero.
+        parents: int64 [B]; segment whose final state each starts from; the number of segments
+            stands for zero.
         segments: int64 [B]; their own numbers.
     """
 
@@ -35,14 +37,17 @@ class SegmentBatch:
 
 @dataclass(frozen=True)
 class ForestPlan:
-    """Order of computation of one bin; `previous` [T] is each token's predecessor on its path (T for a first token)."""
+    """Order of computation of one bin; `previous` [T] is each token's predecessor on its path (T
+    for a first token)."""
 
     batches: list[SegmentBatch]
     num_segments: int
     previous: torch.Tensor
 
 
-def plan_forest(starts: np.ndarray, ends: np.ndarray, subtree_ends: np.ndarray, device: torch.device) -> ForestPlan:
+def plan_forest(
+    starts: np.ndarray, ends: np.ndarray, subtree_ends: np.ndarray, device: torch.device
+) -> ForestPlan:
     """Segments (runs of only children), their levels and batches."""
     num_tokens = int(ends[-1])
     previous = np.arange(-1, num_tokens - 1)
@@ -78,18 +83,24 @@ def _batch(members, num_tokens: int, num_segments: int, device: torch.device) ->
     return SegmentBatch(*(torch.from_numpy(c).to(device) for c in columns))
 
 
-def forest_delta_rule(query, key, value, decay, beta, plan: ForestPlan, kernel=None) -> torch.Tensor:
+def forest_delta_rule(
+    query, key, value, decay, beta, plan: ForestPlan, kernel=None
+) -> torch.Tensor:
     """Run the rule over a forest.
 
     Args:
         query, key: [T, N, K]; value: [T, N, V]; decay (log, <= 0) and beta: [T, N].
-        kernel: (query, key, value, decay, beta, state) -> (out, state) on [B, L, ...]; default `chunked_delta_rule`.
+        kernel: (query, key, value, decay, beta, state) -> (out, state) on [B, L, ...]; default
+            `chunked_delta_rule`.
 
     Returns:
         fp32 [T, N, V].
     """
     kernel = kernel or chunked_delta_rule
-    inputs = [torch.cat([x.float(), x.new_zeros(1, *x.shape[1:]).float()]) for x in (query, key, value, decay, beta)]
+    inputs = [
+        torch.cat([x.float(), x.new_zeros(1, *x.shape[1:]).float()])
+        for x in (query, key, value, decay, beta)
+    ]
     states: list[torch.Tensor] = []
     rows: dict[int, int] = {}  # segment -> row of its final state
     out = value.new_zeros(value.shape[0] + 1, *value.shape[1:], dtype=torch.float32)
@@ -107,11 +118,12 @@ def forest_delta_rule(query, key, value, decay, beta, plan: ForestPlan, kernel=N
 
 
 def chunked_delta_rule(query, key, value, decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated delta rule in chunks, by a triangular solve per chunk (the WY form of arXiv 2406.06484).
+    """The gated delta rule in chunks, by a triangular solve per chunk (the WY form of arXiv
+    2406.06484).
 
     Args:
-        query, key: fp32 [B, L, N, K]; value: [B, L, N, V]; decay, beta: [B, L, N]; zero decay and beta at unused places
-            leave the state as it is.
+        query, key: fp32 [B, L, N, K]; value: [B, L, N, V]; decay, beta: [B, L, N]; zero decay and
+            beta at unused places leave the state as it is.
         state: fp32 [B, N, K, V].
 
     Returns:
@@ -121,10 +133,13 @@ def chunked_delta_rule(query, key, value, decay, beta, state) -> tuple[torch.Ten
     chunk = min(CHUNK, 1 << max(0, length - 1).bit_length())
     pad = -length % chunk
     query, key, value, decay, beta = (
-        torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, pad)).transpose(1, 2).unflatten(2, (-1, chunk))
+        torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, pad))
+        .transpose(1, 2)
+        .unflatten(2, (-1, chunk))
         for x in (query * query.shape[-1] ** -0.5, key, value, decay, beta)
     )  # [B, N, chunks, C, ...]
-    # Sums of decay from each place to each later one, never a difference of two large sums (which loses the digits).
+    # Sums of decay from each place to each later one, never a difference of two large sums (which
+    # loses the digits).
     between = decay[..., None].expand(*decay.shape, chunk).tril(-1).cumsum(-2)
     ratio = between.exp().tril()
     total = decay.cumsum(-1)
@@ -140,6 +155,8 @@ def chunked_delta_rule(query, key, value, decay, beta, state) -> tuple[torch.Ten
     for i in range(query.shape[2]):
         fresh = values[:, :, i] - keys[:, :, i] @ state
         outputs.append(reads[:, :, i] @ state + scores[:, :, i] @ fresh)
-        state = state * total[:, :, i, -1, None, None].exp() + writes[:, :, i].transpose(-1, -2) @ fresh
+        state = (
+            state * total[:, :, i, -1, None, None].exp() + writes[:, :, i].transpose(-1, -2) @ fresh
+        )
     out = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length]
     return out.transpose(1, 2), state

@@ -1,6 +1,7 @@
 """Tree attention on GPU: FlexAttention, compiled once, with our BlockMask.
 
-Written for CUDA; the block tables and the mask function are tested on CPU through FlexAttention's eager path.
+Written for CUDA; the block tables and the mask function are tested on CPU through FlexAttention's
+eager path.
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ def block_mask_of(params: TreeParams, device: torch.device) -> BlockMask:
         nodes = torch.from_numpy(np.stack(params.nodes).astype(np.int32)).to(device)
         held = None
         if params.order is not None:
-            blocks = [np.arange(first // FLEX_BLOCK, last // FLEX_BLOCK) for first, last in params.intervals.tolist()]
+            blocks = [
+                np.arange(first // FLEX_BLOCK, last // FLEX_BLOCK)
+                for first, last in params.intervals.tolist()
+            ]
             held = torch.from_numpy(np.concatenate(blocks)).to(device)
-        params.cache["block_mask"] = tree_block_mask(nodes, int(params.nodes[1][-1]), FLEX_BLOCK, held)
+        params.cache["block_mask"] = tree_block_mask(
+            nodes, int(params.nodes[1][-1]), FLEX_BLOCK, held
+        )
     return params.cache["block_mask"]
 
 

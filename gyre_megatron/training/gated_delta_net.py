@@ -1,7 +1,9 @@
-"""Gated DeltaNet layers on packed trees, on Megatron's module: same parameters, another forward pass.
+"""Gated DeltaNet layers on packed trees, on Megatron's module: same parameters, another forward
+pass.
 
-The convolution reads each token's predecessors on its own path; the recurrence runs over the forest. Under context
-parallelism, tokens are exchanged for heads (all-to-all) around both, so each rank runs whole paths of its heads.
+The convolution reads each token's predecessors on its own path; the recurrence runs over the
+forest. Under context parallelism, tokens are exchanged for heads (all-to-all) around both, so each
+rank runs whole paths of its heads.
 
 Legend: t this rank's tokens, T all tokens of the bin, N heads of this rank.
 """
@@ -21,14 +23,19 @@ from gyre_megatron.training.norm import PlainRMSNorm
 from gyre_megatron.training.tree_batch import TreeParams
 
 FUSED_RULE = megatron_gdn.chunk_gated_delta_rule if megatron_gdn.HAVE_FLA else None
-megatron_gdn.HAVE_FLA = True  # its constructor refuses to build without fla, which this forward pass can do without
+megatron_gdn.HAVE_FLA = (
+    True  # its constructor refuses to build without fla, which this forward pass can do without
+)
 
 
 def tree_gdn_spec(config, transformer_engine: bool = False) -> ModuleSpec:
     """Spec of a Gated DeltaNet layer's `self_attention`."""
     column, row, norm = ColumnParallelLinear, RowParallelLinear, PlainRMSNorm
     if transformer_engine:
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TERowParallelLinear,
+        )
 
         column, row = TEColumnParallelLinear, TERowParallelLinear
     submodules = megatron_gdn.GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row)
@@ -36,19 +43,31 @@ def tree_gdn_spec(config, transformer_engine: bool = False) -> ModuleSpec:
 
 
 class TreeGatedDeltaNet(megatron_gdn.GatedDeltaNet):
-    """Each node starts from its parent's recurrent state and convolution tail; siblings never see each other."""
+    """Each node starts from its parent's recurrent state and convolution tail; siblings never see
+    each other."""
 
     def __init__(self, *args, cp_comm_type: str | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.cp_group = self.pg_collection.cp
 
-    def forward(self, hidden_states, attention_mask=None, packed_seq_params: TreeParams | None = None, **_):
+    def forward(
+        self, hidden_states, attention_mask=None, packed_seq_params: TreeParams | None = None, **_
+    ):
         """hidden_states [t / sp, 1, H] -> ([t / sp, 1, H], bias)."""
         if not isinstance(packed_seq_params, TreeParams):
-            raise ConfigError("a tree Gated DeltaNet layer needs packed_seq_params to be a TreeParams")
+            raise ConfigError(
+                "a tree Gated DeltaNet layer needs packed_seq_params to be a TreeParams"
+            )
         params = packed_seq_params
         projected = self.in_proj(hidden_states)[0].squeeze(1)
-        widths = [self.qk_dim, self.qk_dim, self.v_dim, self.v_dim, self.num_value_heads, self.num_value_heads]
+        widths = [
+            self.qk_dim,
+            self.qk_dim,
+            self.v_dim,
+            self.v_dim,
+            self.num_value_heads,
+            self.num_value_heads,
+        ]
         *mixed, gate, beta, alpha = projected.split([w // self.tp_size for w in widths], dim=-1)
         out = self._mix([*mixed, beta, alpha], params)
         out = self._apply_gated_norm(out.to(gate.dtype), gate.reshape(-1, self.value_head_dim))
@@ -66,7 +85,9 @@ class TreeGatedDeltaNet(megatron_gdn.GatedDeltaNet):
         whole = whole.split([c.shape[-1] // cp for c in columns], dim=-1)
         out = self._recur(whole, self._parameters_of(cp, rank), params)
         by_rank = torch.empty_like(out).index_copy(0, order, out)
-        local = _exchange(by_rank.unflatten(0, (cp, -1)), self.cp_group)  # [cp, t, heads / cp, size]
+        local = _exchange(
+            by_rank.unflatten(0, (cp, -1)), self.cp_group
+        )  # [cp, t, heads / cp, size]
         return local.transpose(0, 1).flatten(1, 2)
 
     def _parameters_of(self, cp: int, rank: int):
@@ -79,7 +100,9 @@ class TreeGatedDeltaNet(megatron_gdn.GatedDeltaNet):
         plan = _plan(params, columns[0].device)
         conv, a_log, dt_bias = parameters
         query, key, value, beta, alpha = columns
-        mixed = self.act_fn(path_convolution(torch.cat([query, key, value], dim=-1), conv, plan.previous))
+        mixed = self.act_fn(
+            path_convolution(torch.cat([query, key, value], dim=-1), conv, plan.previous)
+        )
         query, key, value = mixed.split([query.shape[-1], key.shape[-1], value.shape[-1]], dim=-1)
         query, key = (l2_norm(x.unflatten(-1, (-1, self.key_head_dim))) for x in (query, key))
         value = value.unflatten(-1, (-1, self.value_head_dim))
@@ -111,7 +134,8 @@ def _fused(query, key, value, decay, beta, state):
 
 
 def path_convolution(x: torch.Tensor, weight: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Causal depthwise convolution along each token's path: x [T, C], weight [C, taps], previous [T] -> [T, C]."""
+    """Causal depthwise convolution along each token's path: x [T, C], weight [C, taps], previous
+    [T] -> [T, C]."""
     padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
     steps = torch.cat([previous, previous.new_tensor([len(previous)])])  # nothing precedes nothing
     index = torch.arange(len(x), device=x.device)

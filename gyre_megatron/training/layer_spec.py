@@ -1,13 +1,20 @@
-"""Layer specs of tree training: Megatron's own layers with tree attention, tree router and tree Gated DeltaNet."""
+"""Layer specs of tree training: Megatron's own layers with tree attention, tree router and tree
+Gated DeltaNet."""
 
 from __future__ import annotations
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 
 from gyre_megatron.errors import ConfigError
 from gyre_megatron.training.attention import TreeAttention
@@ -43,20 +50,29 @@ class TreeLayer(TransformerLayer):
 def tree_layer_spec(
     config: TransformerConfig, *, vp_stage: int | None = None, transformer_engine: bool = False
 ) -> TransformerBlockSubmodules:
-    """Layers of this pipeline stage for training on packed trees, to give to `GPTModel` as `transformer_layer_spec`.
+    """Layers of this pipeline stage for training on packed trees, to give to `GPTModel` as
+    `transformer_layer_spec`.
 
     Args:
-        config: Megatron's config of the model; dense, mixture-of-experts and Gated DeltaNet hybrids are supported.
+        config: Megatron's config of the model; dense, mixture-of-experts and Gated DeltaNet hybrids
+            are supported.
         vp_stage: virtual pipeline stage, where there is one.
         transformer_engine: Transformer Engine's modules (GPU) instead of Megatron's local ones.
 
     Raises:
-        ConfigError: Transformer Engine is asked for but not installed, or a recompute option would lose the tree.
+        ConfigError: Transformer Engine is asked for but not installed, or a recompute option would
+        lose the tree.
     """
     if transformer_engine and not gpt_layer_specs.HAVE_TE:
-        raise ConfigError("transformer_engine=True but transformer-engine is not installed; install it or turn it off")
+        raise ConfigError(
+            "transformer_engine=True but transformer-engine is not installed; install it or turn "
+            "it off"
+        )
     if "moe" in (config.recompute_modules or []) and config.recompute_granularity == "selective":
-        raise ConfigError("recompute of 'moe' alone would lose the router's tree; recompute 'core_attn' or full layers")
+        raise ConfigError(
+            "recompute of 'moe' alone would lose the router's tree; recompute 'core_attn' or full "
+            "layers"
+        )
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     specs = [_layer(config, layer, transformer_engine) for layer in range(first, first + count)]
@@ -68,7 +84,11 @@ def _moe_layers(config: TransformerConfig) -> list[int]:
     if config.num_moe_experts is None:
         return [0] * config.num_layers
     frequency = config.moe_layer_freq
-    return frequency if isinstance(frequency, list) else [int(i % frequency == 0) for i in range(config.num_layers)]
+    return (
+        frequency
+        if isinstance(frequency, list)
+        else [int(i % frequency == 0) for i in range(config.num_layers)]
+    )
 
 
 def _norm(transformer_engine: bool) -> type[torch.nn.Module]:

@@ -20,9 +20,17 @@ from gyre_megatron.training.tree_batch import TreeBatch
 
 
 class TreeGPTModel(GPTModel):
-    """Megatron's GPTModel; the last stage returns fp32 [3, E]: log-probability, entropy, squared gradient norm."""
+    """Megatron's GPTModel; the last stage returns fp32 [3, E]: log-probability, entropy, squared
+    gradient norm."""
 
-    def __init__(self, config: TransformerConfig, spec, architecture: Architecture, training: TrainingConfig, **kwargs):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec,
+        architecture: Architecture,
+        training: TrainingConfig,
+        **kwargs,
+    ):
         super().__init__(
             config=config,
             transformer_layer_spec=spec,
@@ -36,14 +44,19 @@ class TreeGPTModel(GPTModel):
         self.true_vocab_size, self.head_chunk = architecture.vocab_size, training.head_chunk
         rotary = int(architecture.head_dim * architecture.partial_rotary_factor)
         steps = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
-        self.register_buffer("inverse_frequencies", 1.0 / architecture.rope_theta**steps, persistent=False)
+        self.register_buffer(
+            "inverse_frequencies", 1.0 / architecture.rope_theta**steps, persistent=False
+        )
         self.batch: TreeBatch | None = None
 
     def forward(self, batch: TreeBatch) -> torch.Tensor:
         """Hidden states [T, 1, H] for the next stage, or the statistics of the batch's edges."""
         self.batch = batch
         return super().forward(
-            input_ids=batch.token_ids, position_ids=None, attention_mask=None, packed_seq_params=batch.params
+            input_ids=batch.token_ids,
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=batch.params,
         )
 
     def _preprocess(self, *args, packed_seq_params=None, **kwargs):
@@ -59,7 +72,9 @@ class TreeGPTModel(GPTModel):
         assert batch is not None
         group = mpu.get_tensor_model_parallel_group()
         if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True
+            )
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
         tied = self.share_embeddings_and_output_weights
@@ -81,7 +96,9 @@ def build_model_chunks(architecture: Architecture, training: TrainingConfig) -> 
     chunks = []
     for stage in range(training.vpp) if training.vpp else [None]:
         place = dict(ignore_virtual=stage is None, vp_stage=stage)
-        spec = tree_layer_spec(config, vp_stage=stage, transformer_engine=training.transformer_engine)
+        spec = tree_layer_spec(
+            config, vp_stage=stage, transformer_engine=training.transformer_engine
+        )
         chunk = TreeGPTModel(
             config,
             spec,

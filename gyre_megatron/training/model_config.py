@@ -18,8 +18,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def transformer_config(architecture: Architecture, config: TrainingConfig) -> TransformerConfig:
     """Megatron's configuration of this model in this layout.
 
-    Weights are initialised even where a checkpoint follows: Megatron marks tensor-parallel parameters only then, and
-    counts unmarked ones once instead of once per rank in the gradient norm.
+    Weights are initialised even where a checkpoint follows: Megatron marks tensor-parallel
+    parameters only then, and counts unmarked ones once instead of once per rank in the gradient
+    norm.
 
     `calculate_per_token_loss` is always on: Megatron then sums gradients over data- and context-parallel ranks without
     rescaling, which is what edge weights fixed at admission need.
@@ -29,7 +30,8 @@ def transformer_config(architecture: Architecture, config: TrainingConfig) -> Tr
     """
     if architecture.mla is not None:
         raise ConfigError(
-            f"model family {architecture.family} uses multi-head latent attention, whose tree attention is not "
+            f"model family {architecture.family} uses multi-head latent attention, whose tree "
+            "attention is not "
             "available; train qwen3, qwen3_moe or qwen3_next"
         )
     dtype = DTYPES[config.dtype]
@@ -44,12 +46,15 @@ def transformer_config(architecture: Architecture, config: TrainingConfig) -> Tr
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,
     )
-    megatron.context_parallel_size = config.cp  # late: only Megatron's own Gated DeltaNet refuses it
+    megatron.context_parallel_size = (
+        config.cp
+    )  # late: only Megatron's own Gated DeltaNet refuses it
     return megatron
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding: the vocabulary padded so that tensor-parallel ranks hold equal shares."""
+    """Rows of the embedding: the vocabulary padded so that tensor-parallel ranks hold equal
+    shares."""
     return -(-vocab_size // tp) * tp
 
 
@@ -93,8 +98,18 @@ def _layout(config: TrainingConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def _no_fusion() -> dict[str, Any]:
     """Fused kernels that exist only with apex or Transformer Engine."""
-    fused = ["gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"]
-    fused += ["apply_rope_fusion", "persist_layer_norm", "cross_entropy_loss_fusion", "deallocate_pipeline_outputs"]
+    fused = [
+        "gradient_accumulation_fusion",
+        "masked_softmax_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+    ]
+    fused += [
+        "apply_rope_fusion",
+        "persist_layer_norm",
+        "cross_entropy_loss_fusion",
+        "deallocate_pipeline_outputs",
+    ]
     return dict.fromkeys(fused, False)
 
 
@@ -102,7 +117,9 @@ def _recompute(config: TrainingConfig) -> dict[str, Any]:
     if config.recompute == "attention":
         return dict(recompute_granularity="selective", recompute_modules=["core_attn"])
     if config.recompute == "full":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        return dict(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
     return {}
 
 
@@ -111,7 +128,9 @@ def _moe(a: Architecture, config: TrainingConfig) -> dict[str, Any]:
         return {}
     moe = a.moe
     if not moe.normalize_topk:
-        raise ConfigError("norm_topk_prob=False is not supported: the router normalises over the chosen experts")
+        raise ConfigError(
+            "norm_topk_prob=False is not supported: the router normalises over the chosen experts"
+        )
     fields: dict[str, Any] = dict(
         num_moe_experts=moe.num_experts,
         moe_router_topk=moe.experts_per_token,
@@ -120,7 +139,9 @@ def _moe(a: Architecture, config: TrainingConfig) -> dict[str, Any]:
         moe_router_score_function=moe.score_function,
         moe_router_pre_softmax=False,
         moe_router_enable_expert_bias=moe.expert_bias,
-        moe_router_topk_scaling_factor=moe.routed_scaling_factor if moe.routed_scaling_factor != 1.0 else None,
+        moe_router_topk_scaling_factor=moe.routed_scaling_factor
+        if moe.routed_scaling_factor != 1.0
+        else None,
         moe_router_load_balancing_type="aux_loss" if config.moe_aux_loss else "none",
         moe_aux_loss_coeff=config.moe_aux_loss,
         moe_router_dtype="fp32",

@@ -1,4 +1,5 @@
-"""RMSNorm of Megatron's local layers: takes part in sequence parallelism, which the stock one refuses."""
+"""RMSNorm of Megatron's local layers: takes part in sequence parallelism, which the stock one
+refuses."""
 
 from __future__ import annotations
 
@@ -7,12 +8,17 @@ import torch.nn.functional as F
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in fp32; zero-centred where the config says so (weight stored minus one)."""
+    """Root-mean-square norm in fp32; zero-centred where the config says so (weight stored minus
+    one)."""
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-6, zero_centered: bool | None = None, **_) -> None:
+    def __init__(
+        self, config, hidden_size: int, eps: float = 1e-6, zero_centered: bool | None = None, **_
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.zero_centered = config.layernorm_zero_centered_gamma if zero_centered is None else zero_centered
+        self.zero_centered = (
+            config.layernorm_zero_centered_gamma if zero_centered is None else zero_centered
+        )
         initial = torch.zeros if self.zero_centered else torch.ones
         self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron sums its gradient)

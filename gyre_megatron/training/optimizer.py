@@ -22,8 +22,15 @@ def build_optimizer(
         ConfigError: min_lr is above lr.
     """
     if config.min_lr > config.lr:
-        raise ConfigError(f"training.optimizer.min_lr={config.min_lr} is above lr={config.lr}; lower min_lr")
-    fields = dict(lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay, clip_grad=config.clip_grad)
+        raise ConfigError(
+            f"training.optimizer.min_lr={config.min_lr} is above lr={config.lr}; lower min_lr"
+        )
+    fields = dict(
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        clip_grad=config.clip_grad,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = get_megatron_optimizer(

@@ -40,7 +40,9 @@ def check_layout(config: TrainingConfig, architecture: Architecture, num_ranks: 
     """Refuse a layout that Megatron would refuse later or, worse, not at all."""
     size = config.min_ranks
     if num_ranks % size:
-        raise ConfigError(f"a cell of {num_ranks} ranks cannot hold tp*pp*cp = {size}; change training.tp/pp/cp")
+        raise ConfigError(
+            f"a cell of {num_ranks} ranks cannot hold tp*pp*cp = {size}; change training.tp/pp/cp"
+        )
     _divides("tp", config.tp, "num_attention_heads", architecture.num_attention_heads)
     if architecture.mla is None:
         _divides("tp", config.tp, "num_key_value_heads", architecture.num_key_value_heads)
@@ -48,22 +50,35 @@ def check_layout(config: TrainingConfig, architecture: Architecture, num_ranks: 
     _divides("pp*vpp", stages, "num_layers", architecture.num_layers)
     if architecture.moe is not None:
         _divides("ep", config.ep, "num_experts", architecture.moe.num_experts)
-        _divides("ep*etp", config.ep * config.expert_tp, "ranks of a pipeline stage", num_ranks // config.pp)
+        _divides(
+            "ep*etp",
+            config.ep * config.expert_tp,
+            "ranks of a pipeline stage",
+            num_ranks // config.pp,
+        )
         if config.tp > 1 and not config.uses_sequence_parallel:
-            raise ConfigError("mixture-of-experts with tp > 1 needs training.sequence_parallel (Megatron's router)")
+            raise ConfigError(
+                "mixture-of-experts with tp > 1 needs training.sequence_parallel (Megatron's "
+                "router)"
+            )
     elif config.ep > 1:
-        raise ConfigError(f"training.ep={config.ep} but the model has no experts; set training.ep to 1")
+        raise ConfigError(
+            f"training.ep={config.ep} but the model has no experts; set training.ep to 1"
+        )
     if architecture.gdn is not None:
         heads = architecture.gdn.num_key_heads
         _divides("tp*cp", config.tp * config.cp, "linear_num_key_heads", heads)
         if config.tp > 1 and not config.uses_sequence_parallel:
-            raise ConfigError("Gated DeltaNet with tp > 1 needs training.sequence_parallel (for its output norm)")
+            raise ConfigError(
+                "Gated DeltaNet with tp > 1 needs training.sequence_parallel (for its output norm)"
+            )
 
 
 def _divides(name: str, divisor: int, what: str, number: int) -> None:
     if number % divisor:
         raise ConfigError(
-            f"training.{name} = {divisor} does not divide {what} = {number}; choose a divisor of {number}"
+            f"training.{name} = {divisor} does not divide {what} = {number}; choose a divisor of "
+            f"{number}"
         )
 
 
@@ -72,7 +87,13 @@ def parallel_rank(config: TrainingConfig, architecture: Architecture) -> Paralle
     dp = dist.get_world_size() // config.min_ranks
     expert_tp = config.expert_tp if architecture.moe else None
     layout = Parallelism(
-        tp=config.tp, pp=config.pp, vpp=config.vpp or 1, cp=config.cp, dp=dp, ep=config.ep, etp=expert_tp
+        tp=config.tp,
+        pp=config.pp,
+        vpp=config.vpp or 1,
+        cp=config.cp,
+        dp=dp,
+        ep=config.ep,
+        etp=expert_tp,
     )
     return layout.rank(dist.get_rank())
 
@@ -80,7 +101,8 @@ def parallel_rank(config: TrainingConfig, architecture: Architecture) -> Paralle
 def mark_expert_parameters(config: TrainingConfig, chunks: Iterable[torch.nn.Module]) -> None:
     """Make Megatron reduce experts over their own data-parallel group where it would not.
 
-    Megatron decides by `ep > 1` alone; with ep = 1 and etp != tp it sums different tensor-parallel shards.
+    Megatron decides by `ep > 1` alone; with ep = 1 and etp != tp it sums different tensor-parallel
+    shards.
     """
     if config.ep > 1 or config.expert_tp == config.tp:
         return

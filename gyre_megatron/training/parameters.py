@@ -15,7 +15,8 @@ PERSISTENT_BUFFERS = ("expert_bias",)
 def flatten_parameters(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     """Move every parameter into one flat buffer per dtype, in place, and return the buffers.
 
-    Same order, shapes and dtypes on every rank that holds the same shard, so buffers can be sent whole.
+    Same order, shapes and dtypes on every rank that holds the same shard, so buffers can be sent
+    whole.
     """
     by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
     for parameter in itertools.chain.from_iterable(chunk.parameters() for chunk in chunks):
@@ -23,7 +24,9 @@ def flatten_parameters(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     buffers = []
     for parameters in by_dtype.values():
         flat = torch.cat([p.detach().reshape(-1) for p in parameters])
-        for view, parameter in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True):
+        for view, parameter in zip(
+            flat.split([p.numel() for p in parameters]), parameters, strict=True
+        ):
             parameter.data = view.view(parameter.shape)
         buffers.append(flat)
     return buffers
@@ -37,12 +40,17 @@ def persistent_buffers(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
 
 def gradient_buffers(wrapped: Iterable[DistributedDataParallel]) -> list[torch.Tensor]:
     """Megatron's fp32 gradient buffers, dense parameters before experts."""
-    return [b.grad_data for chunk in wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return [
+        b.grad_data for chunk in wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
 
 
 def parameter_buffers_of(wrapped: Iterable[DistributedDataParallel]) -> list[torch.Tensor]:
-    """Parameter buffers that DistributedDataParallel made itself (distributed optimizer); empty otherwise."""
-    buffers = [b.param_data for chunk in wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    """Parameter buffers that DistributedDataParallel made itself (distributed optimizer); empty
+    otherwise."""
+    buffers = [
+        b.param_data for chunk in wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     return [b for b in buffers if b is not None]
 
 

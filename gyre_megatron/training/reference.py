@@ -1,4 +1,5 @@
-"""The reference policy of a KL penalty: the weights training began from, swapped in for a forward pass."""
+"""The reference policy of a KL penalty: the weights training began from, swapped in for a forward
+pass."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import torch
 
 
 class ReferencePolicy:
-    """A frozen copy of parameter buffers (pinned to their device; costs one more copy of the weights)."""
+    """A frozen copy of parameter buffers (pinned to their device; costs one more copy of the
+    weights)."""
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         self._live = buffers

@@ -1,4 +1,5 @@
-"""The MoE router on packed trees: statistics count unique tokens, and recorded routes can be replayed."""
+"""The MoE router on packed trees: statistics count unique tokens, and recorded routes can be
+replayed."""
 
 from __future__ import annotations
 
@@ -16,12 +17,15 @@ from gyre_megatron.training.tree_batch import TreeParams
 
 
 class RecordedRoutes:
-    """Chooses the experts that were recorded, and the router's own choice for tokens without a record."""
+    """Chooses the experts that were recorded, and the router's own choice for tokens without a
+    record."""
 
     def __init__(self, routes: torch.Tensor) -> None:
         self.routes = routes  # int64 [tokens, topk]; -1 where nothing was recorded
 
-    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+    def get_replay_topk(
+        self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None
+    ):
         """Megatron's replay hook: scores [tokens, experts] -> (chosen scores, chosen experts)."""
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         chosen = torch.where(self.routes >= 0, self.routes, own)
@@ -40,7 +44,9 @@ class TreeRouter(TopKRouter):
         """Probabilities and map [tokens, experts] of this rank's tokens."""
         params = self.params
         logits = logits.view(-1, self.config.num_moe_experts)
-        routes = None if params is None or params.routes is None else params.routes[:, self.moe_index]
+        routes = (
+            None if params is None or params.routes is None else params.routes[:, self.moe_index]
+        )
         probs, routing_map = topk_routing_with_score_function(
             logits,
             self.topk,
@@ -57,11 +63,14 @@ class TreeRouter(TopKRouter):
                 probs = self._with_balancing_loss(probs, logits, params)
             if self.enable_expert_bias:
                 with torch.no_grad():
-                    self.local_tokens_per_expert += (routing_map & ~params.padding[:, None]).sum(dim=0)
+                    self.local_tokens_per_expert += (routing_map & ~params.padding[:, None]).sum(
+                        dim=0
+                    )
         return probs, routing_map
 
     def _with_balancing_loss(self, probs, logits, params: TreeParams):
-        """Switch Transformer's loss (arXiv 2101.03961) over the bin's unique tokens, times the bin's share."""
+        """Switch Transformer's loss (arXiv 2101.03961) over the bin's unique tokens, times the
+        bin's share."""
         chosen, scores = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, padding_mask=params.padding
         )
@@ -69,6 +78,11 @@ class TreeRouter(TopKRouter):
             chosen, self.tp_cp_group, topk=self.topk, with_padding_mask=True
         )
         loss = switch_load_balancing_loss_func(
-            scores, per_expert, total.clamp(min=1), self.topk, self.num_experts, self.config.moe_aux_loss_coeff
+            scores,
+            per_expert,
+            total.clamp(min=1),
+            self.topk,
+            self.num_experts,
+            self.config.moe_aux_loss_coeff,
         )
         return MoEAuxLossAutoScaler.apply(probs, loss * params.aux_weight)

@@ -1,7 +1,7 @@
 """Runs bins through the model with Megatron's pipeline schedules.
 
-Invariant: every rank of the cell is given the same list of bins and derives the same shapes from it, so that
-collectives match without talking.
+Invariant: every rank of the cell is given the same list of bins and derives the same shapes from
+it, so that collectives match without talking.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ LossFunction = Callable[[TreeBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 def replica_batches(
     bins: list[PackedBin], config: TrainingConfig, architecture: Architecture, device: torch.device
 ) -> list[TreeBatch]:
-    """This data-parallel replica's micro-steps of the list: bins[rank::size], filled up with empty bins.
+    """This data-parallel replica's micro-steps of the list: bins[rank::size], filled up with empty
+    bins.
 
-    Shapes agree where ranks exchange activations: over a pipeline, and over experts gathered from all replicas.
+    Shapes agree where ranks exchange activations: over a pipeline, and over experts gathered from
+    all replicas.
     """
     dp, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
     count = -(-len(bins) // dp)
@@ -53,9 +55,14 @@ def replica_batches(
 
 
 def run(
-    chunks: list[torch.nn.Module], batches: list[TreeBatch], loss_function: LossFunction, *, forward_only: bool
+    chunks: list[torch.nn.Module],
+    batches: list[TreeBatch],
+    loss_function: LossFunction,
+    *,
+    forward_only: bool,
 ) -> list:
-    """Forward (and backward) over the batches; the last stage returns what `loss_function` kept, others nothing."""
+    """Forward (and backward) over the batches; the last stage returns what `loss_function` kept,
+    others nothing."""
     if not batches:
         return []
 
@@ -76,6 +83,7 @@ def run(
 
 
 def _as_megatron_loss(loss_function: LossFunction, batch: TreeBatch, statistics: torch.Tensor):
-    """Megatron's triple; the count it wants is unused because edge weights already hold every denominator."""
+    """Megatron's triple; the count it wants is unused because edge weights already hold every
+    denominator."""
     loss, kept = loss_function(batch, statistics)
     return loss, torch.ones((), dtype=torch.int, device=loss.device), kept

@@ -13,14 +13,18 @@ from gyre_megatron.trajectory.packing import PackedBin, pack
 from gyre_megatron.trajectory.tree import ExecutionTree, Trajectory, TreeNode
 
 
-def sequence_bins(sequences: list[list[int]], temperature: float, token_budget: int) -> list[PackedBin]:
+def sequence_bins(
+    sequences: list[list[int]], temperature: float, token_budget: int
+) -> list[PackedBin]:
     """Bins in which every token but a sequence's first is an edge.
 
     Raises:
         TrajectoryError: a sequence has fewer than two tokens.
     """
     if short := [i for i, ids in enumerate(sequences) if len(ids) < 2]:
-        raise TrajectoryError(f"sequences {short[:5]} have fewer than 2 tokens; there is no next token to score")
+        raise TrajectoryError(
+            f"sequences {short[:5]} have fewer than 2 tokens; there is no next token to score"
+        )
     trees = [_as_tree(i, ids, temperature) for i, ids in enumerate(sequences)]
     return pack(trees, max([token_budget, *map(len, sequences)]), len(sequences)) if trees else []
 
@@ -41,12 +45,16 @@ def _as_tree(index: int, ids: list[int], temperature: float) -> ExecutionTree:
 
 
 def collect_logprobs(
-    bins: list[PackedBin], batches: list[TreeBatch], scored: dict[int, torch.Tensor], device: torch.device
+    bins: list[PackedBin],
+    batches: list[TreeBatch],
+    scored: dict[int, torch.Tensor],
+    device: torch.device,
 ) -> list[np.ndarray]:
     """Per bin, float32 [E] of all its edges, on every rank of the cell.
 
     Args:
-        batches: this replica's share of the bins; scored: log-probabilities by id of a batch, on the last stage.
+        batches: this replica's share of the bins; scored: log-probabilities by id of a batch, on
+            the last stage.
     """
     starts = np.cumsum([0, *(len(b.edge_labels) for b in bins)])
     total = torch.zeros(int(starts[-1]), dtype=torch.float32, device=device)
@@ -54,13 +62,17 @@ def collect_logprobs(
     if mpu.get_tensor_model_parallel_rank() == 0:
         for index, batch in zip(range(rank, len(bins), dp), batches, strict=False):
             if id(batch) in scored:
-                total[torch.from_numpy(starts[index] + batch.edge_indices).to(device)] = scored[id(batch)]
+                total[torch.from_numpy(starts[index] + batch.edge_indices).to(device)] = scored[
+                    id(batch)
+                ]
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return [part.cpu().numpy() for part in total.split(np.diff(starts).tolist())]
 
 
-def split_by_sequence(bins: list[PackedBin], logprobs: list[np.ndarray], num_sequences: int) -> list[np.ndarray]:
+def split_by_sequence(
+    bins: list[PackedBin], logprobs: list[np.ndarray], num_sequences: int
+) -> list[np.ndarray]:
     """Reorder per-bin results into one array per sequence."""
     results: list[np.ndarray] = [np.zeros(0, np.float32)] * num_sequences
     for bin_, values in zip(bins, logprobs, strict=True):

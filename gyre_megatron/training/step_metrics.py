@@ -30,7 +30,8 @@ KEYS = (
     *(f"num_edges/{role}" for role in ROLES),
     *(f"logit_gradient_square/{role}" for role in ROLES),
 )
-"""`logit_gradient_square/<role>` is the squared norm of the loss's gradient at the logits, per trajectory role."""
+"""`logit_gradient_square/<role>` is the squared norm of the loss's gradient at the logits, per
+trajectory role."""
 
 
 def micro_step_sums(
@@ -40,7 +41,11 @@ def micro_step_sums(
     edges, bin_ = batch.edges, batch.bin
     first_of_bin = mpu.get_context_parallel_rank() == 0
     logprobs, entropies, square_norms = statistics.detach()
-    stale = (version - edges.versions).double().sum() if version is not None else torch.zeros((), dtype=torch.float64)
+    stale = (
+        (version - edges.versions).double().sum()
+        if version is not None
+        else torch.zeros((), dtype=torch.float64)
+    )
     values = [
         result.loss.detach(),
         bin_.num_tokens * first_of_bin,
@@ -55,12 +60,16 @@ def micro_step_sums(
         (logprobs - edges.behaviour_logprobs).abs().double().sum(),
         stale,
     ]
-    roles = torch.tensor([_role(name) for name in bin_.trajectory_roles], dtype=torch.long, device=logprobs.device)
+    roles = torch.tensor(
+        [_role(name) for name in bin_.trajectory_roles], dtype=torch.long, device=logprobs.device
+    )
     edge_roles = roles[edges.trajectories] if len(roles) else edges.trajectories
     by_role = torch.zeros(2, len(ROLES), dtype=torch.float64, device=logprobs.device)
     by_role[0].index_add_(0, edge_roles, torch.ones_like(logprobs, dtype=torch.float64))
     by_role[1].index_add_(0, edge_roles, (result.coefficients.square() * square_norms).double())
-    scalars = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=logprobs.device) for v in values])
+    scalars = torch.stack(
+        [torch.as_tensor(v, dtype=torch.float64, device=logprobs.device) for v in values]
+    )
     return torch.cat([scalars, by_role.flatten()])
 
 
@@ -69,7 +78,8 @@ def _role(name: str) -> int:
 
 
 def reduce_sums(per_bin: list[torch.Tensor], device: torch.device) -> dict[str, float]:
-    """Sum over the cell; every rank gets the same. Tensor-parallel ranks hold copies, so one of them counts."""
+    """Sum over the cell; every rank gets the same. Tensor-parallel ranks hold copies, so one of
+    them counts."""
     total = torch.zeros(len(KEYS), dtype=torch.float64, device=device)
     if mpu.get_tensor_model_parallel_rank() == 0:
         for sums in per_bin:

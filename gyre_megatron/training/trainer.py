@@ -1,7 +1,8 @@
 """One rank's trainer: gradients of packed trees, and on the core cell the optimizer.
 
-The runtime calls it on every rank of a cell, in the same order: `begin_batch`, `micro_step` any number of times,
-`finish_gradients`, then on the core `optimizer_step`. Weights are frozen between `begin_batch` and the step.
+The runtime calls it on every rank of a cell, in the same order: `begin_batch`, `micro_step` any
+number of times, `finish_gradients`, then on the core `optimizer_step`. Weights are frozen between
+`begin_batch` and the step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 
 from gyre_megatron.algos.gspo import gspo_loss
 from gyre_megatron.config.model import Architecture
@@ -43,10 +48,12 @@ class Trainer:
         *,
         with_optimizer: bool = True,
     ) -> None:
-        """Build the model in the cell's layout; collective over the cell, whose default process group must exist.
+        """Build the model in the cell's layout; collective over the cell, whose default process
+        group must exist.
 
         Args:
-            checkpoint: directory in Hugging Face format; None initialises at random from `config.seed`.
+            checkpoint: directory in Hugging Face format; None initialises at random from
+                `config.seed`.
             with_optimizer: whether this cell steps weights (the core) or only makes gradients.
 
         Raises:
@@ -60,13 +67,21 @@ class Trainer:
         if checkpoint is not None:
             load_hf_checkpoint(self.model_chunks, architecture, self.parallel_rank(), checkpoint)
         parallel.mark_expert_parameters(config, self.model_chunks)
-        buffers = [] if config.optimizer.distributed else parameters.flatten_parameters(self.model_chunks)
-        self._wrapped = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(self.model_chunks)]
+        buffers = (
+            [] if config.optimizer.distributed else parameters.flatten_parameters(self.model_chunks)
+        )
+        self._wrapped = [
+            self._wrap(chunk, first=i == 0) for i, chunk in enumerate(self.model_chunks)
+        ]
         self._parameter_buffers = buffers or parameters.parameter_buffers_of(self._wrapped)
-        self._reference = ReferencePolicy(self._parameter_buffers) if config.gspo.kl_coefficient else None
+        self._reference = (
+            ReferencePolicy(self._parameter_buffers) if config.gspo.kl_coefficient else None
+        )
         self.optimizer = self.schedule = None
         if with_optimizer:
-            self.optimizer, self.schedule = build_optimizer(config.optimizer, DTYPES[config.dtype], self._wrapped)
+            self.optimizer, self.schedule = build_optimizer(
+                config.optimizer, DTYPES[config.dtype], self._wrapped
+            )
 
     def _wrap(self, chunk: torch.nn.Module, *, first: bool) -> DistributedDataParallel:
         ddp_config = DistributedDataParallelConfig(
@@ -92,10 +107,12 @@ class Trainer:
             self.optimizer.zero_grad()
 
     def micro_step(self, bins: list[PackedBin]) -> dict[str, float]:
-        """Forward and backward on a list of bins, the same on every rank of the cell; gradients accumulate.
+        """Forward and backward on a list of bins, the same on every rank of the cell; gradients
+        accumulate.
 
         Returns:
-            Sums over the cell (see `step_metrics`), the same on every rank; add them over micro-steps and cells.
+            Sums over the cell (see `step_metrics`), the same on every rank; add them over
+            micro-steps and cells.
         """
         batches = replica_batches(bins, self.config, self.architecture, self.device)
         reference = self._reference_logprobs(batches)
@@ -112,7 +129,9 @@ class Trainer:
             )
             return result.loss, micro_step_sums(batch, statistics, result, self.weight_version)
 
-        return reduce_sums(run(self._wrapped, batches, loss_function, forward_only=False), self.device)
+        return reduce_sums(
+            run(self._wrapped, batches, loss_function, forward_only=False), self.device
+        )
 
     def _reference_logprobs(self, batches: list[TreeBatch]) -> dict[int, torch.Tensor]:
         if self._reference is None:
@@ -121,17 +140,21 @@ class Trainer:
             return dict(self._logprobs(batches))
 
     def finish_gradients(self) -> None:
-        """Reduce gradients inside the cell: data and context parallelism, sequence parallelism, tied embeddings."""
+        """Reduce gradients inside the cell: data and context parallelism, sequence parallelism,
+        tied embeddings."""
         finalize_model_grads(self._wrapped, None)
 
     def gradient_buffers(self) -> list[torch.Tensor]:
-        """This rank's fp32 gradients, contiguous; same order and shapes at the same position of every cell."""
+        """This rank's fp32 gradients, contiguous; same order and shapes at the same position of
+        every cell."""
         return parameters.gradient_buffers(self._wrapped)
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, update, advance the learning rate (core cell only)."""
         if self.optimizer is None or self.schedule is None:
-            raise ConfigError("optimizer_step was called on a satellite cell; only the core cell has an optimizer")
+            raise ConfigError(
+                "optimizer_step was called on a satellite cell; only the core cell has an optimizer"
+            )
         self.schedule.step(increment=1)
         success, grad_norm, _ = self.optimizer.step()
         lr = max(group["lr"] for group in self.optimizer.param_groups)
@@ -140,7 +163,8 @@ class Trainer:
     # Parameters
 
     def parameter_buffers(self) -> list[torch.Tensor]:
-        """This rank's weights and persistent buffers, contiguous; writing to them changes the model."""
+        """This rank's weights and persistent buffers, contiguous; writing to them changes the
+        model."""
         return [*self._parameter_buffers, *parameters.persistent_buffers(self.model_chunks)]
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -148,7 +172,8 @@ class Trainer:
         return parameters.named_parameters(self.model_chunks)
 
     def weights_changed(self) -> None:
-        """Tell the optimizer that weights were written from outside, so that its fp32 copies follow."""
+        """Tell the optimizer that weights were written from outside, so that its fp32 copies
+        follow."""
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
@@ -156,21 +181,26 @@ class Trainer:
 
     @torch.no_grad()
     def _logprobs(self, batches: list[TreeBatch]) -> list[tuple[int, torch.Tensor]]:
-        """(id of the batch, log-probabilities of its edges) on the last stage; nothing on others."""
+        """(id of the batch, log-probabilities of its edges) on the last stage; nothing on
+        others."""
         keep = lambda batch, statistics: (statistics.sum(), (id(batch), statistics[0].detach()))  # noqa: E731
         return run(self._wrapped, batches, keep, forward_only=True)
 
     def score(self, sequences: list[list[int]], temperature: float = 1.0) -> list[np.ndarray]:
-        """Log-probability of each next token of each sequence, float32 [len - 1]; the same on every rank."""
+        """Log-probability of each next token of each sequence, float32 [len - 1]; the same on every
+        rank."""
         bins = sequence_bins(sequences, temperature, self.config.token_budget)
         batches = replica_batches(bins, self.config, self.architecture, self.device)
         scored = dict(self._logprobs(batches))
-        return split_by_sequence(bins, collect_logprobs(bins, batches, scored, self.device), len(sequences))
+        return split_by_sequence(
+            bins, collect_logprobs(bins, batches, scored, self.device), len(sequences)
+        )
 
     # Checkpoints
 
     def save_checkpoint(self, directory: str | Path) -> None:
-        """Write model, optimizer and schedule (collective over the core cell) into an existing directory."""
+        """Write model, optimizer and schedule (collective over the core cell) into an existing
+        directory."""
         checkpoint.save(directory, self.model_chunks, self.optimizer, self.schedule)
 
     def load_checkpoint(self, directory: str | Path) -> None:

@@ -1,7 +1,8 @@
-"""A packed bin on one rank: padded, split over context-parallel ranks, as the tensors that layers read.
+"""A packed bin on one rank: padded, split over context-parallel ranks, as the tensors that layers
+read.
 
-Invariant: everything a layer needs rides in `TreeParams`, a PackedSeqParams, which Megatron hands untouched from the
-model to every layer, also when activations are recomputed.
+Invariant: everything a layer needs rides in `TreeParams`, a PackedSeqParams, which Megatron hands
+untouched from the model to every layer, also when activations are recomputed.
 """
 
 from __future__ import annotations
@@ -21,21 +22,26 @@ from gyre_megatron.ops.tree_attention import tree_pieces
 from gyre_megatron.trajectory.packing import PackedBin
 
 BLOCKS_PER_CP_RANK = 16
-"""Blocks each context-parallel rank takes: enough to level costs, few enough to keep blocks long."""
+"""Blocks each context-parallel rank takes: enough to level costs, few enough to keep blocks
+long."""
 FLEX_BLOCK = 128
 """FlexAttention's block; on GPUs every block of queries is a multiple of it."""
 
 
 @dataclass
 class TreeParams(PackedSeqParams):
-    """Tree metadata of one micro-step, as layers see it (tokens of this rank unless said otherwise).
+    """Tree metadata of one micro-step, as layers see it (tokens of this rank unless said
+    otherwise).
 
     Attributes:
         positions: int64 [T]; depth on the path, for rotary embeddings.
-        nodes: int32 [M] numpy each: starts, ends, subtree_ends over all context-parallel ranks' tokens.
+        nodes: int32 [M] numpy each: starts, ends, subtree_ends over all context-parallel ranks'
+            tokens.
         intervals: int64 [n, 2] numpy; global token intervals held here.
-        order: int64 [S] or None; row of the gathered (rank by rank) tokens that holds each global token.
-        padding: bool [T / sp]; True where a token is padding, on this rank's sequence-parallel share.
+        order: int64 [S] or None; row of the gathered (rank by rank) tokens that holds each global
+            token.
+        padding: bool [T / sp]; True where a token is padding, on this rank's sequence-parallel
+            share.
         routes: int64 [T / sp, layers, topk] or None; recorded experts, -1 where none.
         aux_weight: share of this bin in the batch's load-balancing loss.
         cache: what layers derive once per micro-step (pieces, block mask, levels).
@@ -82,7 +88,8 @@ class TreeBatch:
 
 
 def padded_length(num_tokens: int, cp: int, tp: int, block: int) -> int:
-    """Tokens after padding: every context-parallel rank gets equally many blocks, every block divides by tp."""
+    """Tokens after padding: every context-parallel rank gets equally many blocks, every block
+    divides by tp."""
     unit = cp * _block_length(num_tokens, cp, tp, block)
     return max(1, -(-num_tokens // unit)) * unit
 
@@ -90,7 +97,8 @@ def padded_length(num_tokens: int, cp: int, tp: int, block: int) -> int:
 def _block_length(num_tokens: int, cp: int, tp: int, block: int) -> int:
     """Queries that move together between context-parallel ranks.
 
-    A power of two times the unit, so that the padded length gives the same blocks as the bin's own length.
+    A power of two times the unit, so that the padded length gives the same blocks as the bin's own
+    length.
     """
     unit = math.lcm(tp, block)
     blocks = num_tokens // (cp * BLOCKS_PER_CP_RANK * unit) if cp > 1 else 0
@@ -130,7 +138,11 @@ def make_batch(
     row = np.full(length, -1)
     row[local] = np.arange(len(local))
 
-    share = local if not sequence_parallel else local.reshape(tp, -1)[mpu.get_tensor_model_parallel_rank()]
+    share = (
+        local
+        if not sequence_parallel
+        else local.reshape(tp, -1)[mpu.get_tensor_model_parallel_rank()]
+    )
     params = TreeParams(
         qkv_format="sbhd",
         max_seqlen_q=len(local),
@@ -175,18 +187,24 @@ def _edges(bin_: PackedBin, kept: np.ndarray, device: torch.device) -> EdgeBatch
 
 
 def _with_padding_node(bin_: PackedBin, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Nodes with one root for all padding, so that padded queries see something and nobody sees them."""
+    """Nodes with one root for all padding, so that padded queries see something and nobody sees
+    them."""
     starts, ends, subtree_ends = bin_.node_starts, bin_.node_ends, bin_.subtree_ends
     if length == bin_.num_tokens:
         return starts, ends, subtree_ends
-    return np.append(starts, bin_.num_tokens), np.append(ends, length), np.append(subtree_ends, length)
+    return (
+        np.append(starts, bin_.num_tokens),
+        np.append(ends, length),
+        np.append(subtree_ends, length),
+    )
 
 
 def _assign_blocks(positions: np.ndarray, cp: int, block: int) -> list[np.ndarray]:
     """Split queries over context-parallel ranks: equally many blocks each, costs levelled.
 
-    A query on depth d sees d + 1 keys, so a block costs the sum of its positions; the costliest go first, each to the
-    rank with the least so far. Returns per rank the merged [start, end) intervals, ascending.
+    A query on depth d sees d + 1 keys, so a block costs the sum of its positions; the costliest go
+    first, each to the rank with the least so far. Returns per rank the merged [start, end)
+    intervals, ascending.
     """
     length = len(positions)
     if cp == 1:
@@ -195,7 +213,10 @@ def _assign_blocks(positions: np.ndarray, cp: int, block: int) -> list[np.ndarra
     costs = (positions + 1).reshape(num_blocks, block).sum(axis=1)
     totals, chosen = [0] * cp, [[] for _ in range(cp)]  # type: tuple[list[int], list[list[int]]]
     for b in np.argsort(-costs, kind="stable").tolist():
-        rank = min((r for r in range(cp) if len(chosen[r]) < num_blocks // cp), key=lambda r: (totals[r], r))
+        rank = min(
+            (r for r in range(cp) if len(chosen[r]) < num_blocks // cp),
+            key=lambda r: (totals[r], r),
+        )
         chosen[rank].append(b)
         totals[rank] += int(costs[b])
     return [_intervals(sorted(blocks), block) for blocks in chosen]
@@ -225,7 +246,8 @@ def _routes(
         return None
     if bin_.routed_experts.shape[1:] != replay:
         raise TrajectoryError(
-            f"recorded routes have (layers, experts per token) = {bin_.routed_experts.shape[1:]} but the model in "
+            f"recorded routes have (layers, experts per token) = {bin_.routed_experts.shape[1:]} "
+            "but the model in "
             f"training has {replay}; serve the same model or set training.router_replay to false"
         )
     routes = np.full((len(share), *replay), -1, np.int64)

@@ -1,4 +1,5 @@
-"""`python -m gyre_megatron.trajectory {list,show,export,stats} STORE`: look into a trajectory store."""
+"""`python -m gyre_megatron.trajectory {list,show,export,stats} STORE`: look into a trajectory
+store."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m gyre_megatron.trajectory", description="Look into a store.")
+    parser = argparse.ArgumentParser(
+        prog="python -m gyre_megatron.trajectory", description="Look into a store."
+    )
     commands = parser.add_subparsers(required=True, metavar="{list,show,export,stats}")
     for name, run, text in (
         ("list", _list, "executions with their state, reward, calls and tokens"),
@@ -56,8 +59,12 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if name == "show":
             command.add_argument("execution")
-            command.add_argument("--attempt", type=int, help="an earlier attempt; default: the last")
-            command.add_argument("--max-depth", type=int, default=200, help="nodes shown below each other")
+            command.add_argument(
+                "--attempt", type=int, help="an earlier attempt; default: the last"
+            )
+            command.add_argument(
+                "--max-depth", type=int, default=200, help="nodes shown below each other"
+            )
         if name == "export":
             command.add_argument("output", type=Path, help="ends with .jsonl or .parquet")
         if name in ("list", "export"):
@@ -66,14 +73,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(store: TrajectoryStore, options: argparse.Namespace, console: Console) -> None:
-    table = Table("execution", "state", "attempt", "outcome", "reward", "calls", "nodes", "tokens", "sampled")
+    table = Table(
+        "execution", "state", "attempt", "outcome", "reward", "calls", "nodes", "tokens", "sampled"
+    )
     for execution in store.executions(group_id=options.group):
         calls, nodes, tokens, sampled = store.sizes(execution.execution_id)
         outcome = execution.outcome
         reward = "" if outcome is None or outcome.reward is None else f"{outcome.reward:.3f}"
         counts = (f"{value:,}" for value in (calls, nodes, tokens, sampled))
         name = outcome.status if outcome else ""
-        table.add_row(execution.execution_id, execution.state, str(execution.attempt), name, reward, *counts)
+        table.add_row(
+            execution.execution_id, execution.state, str(execution.attempt), name, reward, *counts
+        )
     console.print(table)
 
 
@@ -84,10 +95,15 @@ def _show(store: TrajectoryStore, options: argparse.Namespace, console: Console)
     console.print(_tree(execution, nodes, calls, options.max_depth))
 
 
-def _tree(execution: ExecutionRecord, nodes: list[Node], calls: dict[int, Call], max_depth: int) -> Tree:
+def _tree(
+    execution: ExecutionRecord, nodes: list[Node], calls: dict[int, Call], max_depth: int
+) -> Tree:
     outcome = execution.outcome
     reward = f", reward {outcome.reward}" if outcome and outcome.reward is not None else ""
-    root = Tree(f"[bold]{execution.execution_id}[/] {outcome.status if outcome else execution.state}{reward}")
+    root = Tree(
+        f"[bold]{execution.execution_id}[/] "
+        f"{outcome.status if outcome else execution.state}{reward}"
+    )
     places: dict[int, tuple[Tree, int]] = {-1: (root, 0)}
     has_siblings = Counter(node.parent for node in nodes)
     for node in nodes:
@@ -112,7 +128,8 @@ def _label(node: Node, call: Call | None) -> str:
     versions = ",".join(dict.fromkeys(str(version) for version, _ in node.versions))
     state = "" if call.state == "complete" else f" [red]{call.state}[/]"
     return (
-        f"[{colour}]{call.role}[/] {call.num_output_tokens:,} sampled, {call.finish_reason}{state}, log-prob mean "
+        f"[{colour}]{call.role}[/] {call.num_output_tokens:,} sampled, "
+        f"{call.finish_reason}{state}, log-prob mean "
         f"{logprobs.mean():.3f} min {logprobs.min():.3f}, version {versions or '-'} {span}"
     )
 
@@ -137,9 +154,15 @@ def _stats(store: TrajectoryStore, options: argparse.Namespace, console: Console
             rewards += [execution.outcome.reward] if execution.outcome.reward is not None else []
     table = Table("what", "value")
     groups = store.groups()
-    table.add_row("groups", f"{len(groups):,} ({sum(g.trained_step is not None for g in groups):,} trained)")
-    table.add_row("executions", ", ".join(f"{count:,} {name}" for name, count in states.items()) or "none")
-    table.add_row("outcomes", ", ".join(f"{count:,} {name}" for name, count in outcomes.items()) or "none")
+    table.add_row(
+        "groups", f"{len(groups):,} ({sum(g.trained_step is not None for g in groups):,} trained)"
+    )
+    table.add_row(
+        "executions", ", ".join(f"{count:,} {name}" for name, count in states.items()) or "none"
+    )
+    table.add_row(
+        "outcomes", ", ".join(f"{count:,} {name}" for name, count in outcomes.items()) or "none"
+    )
     table.add_row("mean reward", f"{np.mean(rewards):.4f}" if rewards else "none")
     for name, value in zip(("calls", "nodes", "tokens", "sampled tokens"), totals, strict=True):
         table.add_row(name, f"{value:,}")
@@ -147,7 +170,9 @@ def _stats(store: TrajectoryStore, options: argparse.Namespace, console: Console
         table.add_row(f"calls as {role}", f"{count:,}")
     files = (options.store, options.store.with_name(options.store.name + "-wal"))
     size = sum(file.stat().st_size for file in files if file.exists())
-    table.add_row("file", f"{size / 2**20:.1f} MiB, {size / max(int(totals[2]), 1):.1f} bytes a token")
+    table.add_row(
+        "file", f"{size / 2**20:.1f} MiB, {size / max(int(totals[2]), 1):.1f} bytes a token"
+    )
     console.print(table)
 
 

@@ -1,6 +1,7 @@
 """Trees as rows, for use elsewhere: one row a branch, as JSON lines or Parquet.
 
-A row is the flattened branch (root to leaf) with per-token columns, so that any trainer can read it.
+A row is the flattened branch (root to leaf) with per-token columns, so that any trainer can read
+it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from gyre_megatron.trajectory.records import ExecutionRecord, Node
 from gyre_megatron.trajectory.store import TrajectoryStore
 
 
-def branch_rows(store: TrajectoryStore, executions: Sequence[ExecutionRecord]) -> Iterator[dict[str, Any]]:
+def branch_rows(
+    store: TrajectoryStore, executions: Sequence[ExecutionRecord]
+) -> Iterator[dict[str, Any]]:
     """One row for each branch of each execution, without auxiliary calls.
 
-    Columns: execution_id, group_id, attempt, role, status, reward, token_ids, sampled (0 or 1 a token), logprobs
-    (0 where not sampled), weight_versions (-1 where not sampled), temperatures.
+    Columns: execution_id, group_id, attempt, role, status, reward, token_ids, sampled (0 or 1 a
+    token), logprobs (0 where not sampled), weight_versions (-1 where not sampled), temperatures.
     """
     for execution in executions:
         nodes = store.nodes(execution.execution_id)
@@ -63,7 +66,9 @@ def _node_columns(node: Node) -> dict[str, np.ndarray]:
     if node.sampled:
         columns["sampled"][lead:] = 1
         columns["logprobs"][lead:] = node.logprobs
-        columns["weight_versions"][lead:] = np.repeat([v for v, _ in node.versions], [c for _, c in node.versions])
+        columns["weight_versions"][lead:] = np.repeat(
+            [v for v, _ in node.versions], [c for _, c in node.versions]
+        )
         columns["temperatures"][lead:] = node.temperature
     return columns
 
@@ -88,7 +93,9 @@ def write_parquet(rows: Iterator[dict[str, Any]], path: Path, rows_per_group: in
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise ConfigError("writing Parquet needs pyarrow: pip install pyarrow, or export to .jsonl") from error
+        raise ConfigError(
+            "writing Parquet needs pyarrow: pip install pyarrow, or export to .jsonl"
+        ) from error
     types = {
         **dict.fromkeys(("execution_id", "group_id", "status", "role"), pa.string()),
         "attempt": pa.int32(),

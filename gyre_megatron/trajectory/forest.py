@@ -1,7 +1,9 @@
-"""The tree of one running execution, in memory: where a call attaches, and which token ids it is fed.
+"""The tree of one running execution, in memory: where a call attaches, and which token ids it is
+fed.
 
-Fed by the proxy, rebuilt from the store when needed. Invariant: the ids of a path are those of its nodes laid end to
-end; a node never changes once it has a child or is stored. Nothing here recurses: depth is unbounded.
+Fed by the proxy, rebuilt from the store when needed. Invariant: the ids of a path are those of its
+nodes laid end to end; a node never changes once it has a child or is stored. Nothing here recurses:
+depth is unbounded.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ _EMPTY_F32 = np.empty(0, np.float32)
 
 @dataclass(frozen=True)
 class Match:
-    """How far a prompt follows paths that exist: `node` (None: nowhere) covers the first `num_units` units."""
+    """How far a prompt follows paths that exist: `node` (None: nowhere) covers the first
+    `num_units` units."""
 
     node: Node | None
     num_units: int
@@ -27,7 +30,9 @@ class Match:
 class Forest:
     """Nodes of one attempt, indexed by (parent, key) and by the call that sampled them."""
 
-    def __init__(self, new_node_id: Callable[[], int], nodes: Iterable[Node] = (), calls: Iterable[Call] = ()) -> None:
+    def __init__(
+        self, new_node_id: Callable[[], int], nodes: Iterable[Node] = (), calls: Iterable[Call] = ()
+    ) -> None:
         self._new_node_id = new_node_id
         self._nodes: dict[int, Node] = {}
         self._children: dict[tuple[int, bytes], Node] = {}
@@ -58,7 +63,8 @@ class Forest:
         return self._num_children.get(node.node_id, 0) > 0
 
     def match(self, units: Sequence[tuple[bytes, Sequence[str]]]) -> Match:
-        """Follow units, given as (key, ids of calls they name), from the roots as far as paths exist."""
+        """Follow units, given as (key, ids of calls they name), from the roots as far as paths
+        exist."""
         node: Node | None = None
         for index, (key, provenance) in enumerate(units):
             following = self._step(node, key, provenance)
@@ -101,7 +107,11 @@ class Forest:
     def siblings_sampled_from(self, parent: Node, other_than: Node) -> list[Node]:
         """Childless answers to the same prompt, apart from `other_than`."""
         nodes = self._by_call.values()
-        return [n for n in nodes if n.parent == parent.node_id and n is not other_than and not self.has_children(n)]
+        return [
+            n
+            for n in nodes
+            if n.parent == parent.node_id and n is not other_than and not self.has_children(n)
+        ]
 
     def path(self, node: Node | None) -> list[Node]:
         """Nodes from the root down to `node`."""

@@ -1,8 +1,8 @@
 """Packs execution trees into bins: the micro-steps of tree training.
 
-Owns the packed form. The control plane calls `pack`, training reads `PackedBin`. Invariants: nodes lie in DFS order, so
-the subtree of a node is one interval of tokens; a trajectory lies wholly in one bin; an edge's weight depends on its
-execution and batch alone, never on the bin it landed in.
+Owns the packed form. The control plane calls `pack`, training reads `PackedBin`. Invariants: nodes
+lie in DFS order, so the subtree of a node is one interval of tokens; a trajectory lies wholly in
+one bin; an edge's weight depends on its execution and batch alone, never on the bin it landed in.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class PackedBin:
     Attributes:
         token_ids: int32 [T].
         positions: int32 [T]; depth of the token on its path, for rotary embeddings.
-        node_starts, node_ends, subtree_ends: int32 [M]; token offsets, nodes in DFS order, none empty.
+        node_starts, node_ends, subtree_ends: int32 [M]; token offsets, nodes in DFS order, none
+            empty.
         edge_sources: int32 [E]; token whose hidden state predicts the label.
         edge_labels: int32 [E].
         edge_weights: float32 [E]; share of the edge in the batch's loss.
@@ -39,8 +40,10 @@ class PackedBin:
         trajectory_advantages: float32 [J].
         trajectory_executions: int32 [J]; index of the execution in the list that was packed.
         trajectory_roles: str [J].
-        bin_weight: float32 []; the bin's share of the batch's unique tokens, each execution counting alike.
-        routed_experts: int16 [T, num_moe_layers, experts_per_token], -1 where the engine returned none; or None.
+        bin_weight: float32 []; the bin's share of the batch's unique tokens, each execution
+            counting alike.
+        routed_experts: int16 [T, num_moe_layers, experts_per_token], -1 where the engine returned
+            none; or None.
     """
 
     token_ids: np.ndarray
@@ -77,15 +80,26 @@ class PackedBin:
     def empty(cls) -> PackedBin:
         """A bin without tokens, for a data-parallel replica that has nothing left to do."""
         ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        kinds: dict[str, Any] = {f.name: floats if f.name in _FLOAT_FIELDS else ints for f in fields(cls)}
+        kinds: dict[str, Any] = {
+            f.name: floats if f.name in _FLOAT_FIELDS else ints for f in fields(cls)
+        }
         return cls(
-            **(kinds | {"trajectory_roles": np.zeros(0, "<U1"), "bin_weight": np.float32(0), "routed_experts": None})
+            **(
+                kinds
+                | {
+                    "trajectory_roles": np.zeros(0, "<U1"),
+                    "bin_weight": np.float32(0),
+                    "routed_experts": None,
+                }
+            )
         )
 
     def to_bytes(self) -> bytes:
         """Serialise as an npz archive (no pickle)."""
         buffer = io.BytesIO()
-        np.savez(buffer, **{f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None})
+        np.savez(
+            buffer, **{f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
+        )
         return buffer.getvalue()
 
     @classmethod
@@ -95,12 +109,18 @@ class PackedBin:
             return cls(**{name: archive[name] for name in archive.files})
 
 
-_FLOAT_FIELDS = {"edge_weights", "edge_behaviour_logprobs", "edge_temperatures", "trajectory_advantages"}
+_FLOAT_FIELDS = {
+    "edge_weights",
+    "edge_behaviour_logprobs",
+    "edge_temperatures",
+    "trajectory_advantages",
+}
 
 
 @dataclass(frozen=True)
 class _Item:
-    """Trajectories of one execution that go into a bin together, with the nodes they need (in DFS order)."""
+    """Trajectories of one execution that go into a bin together, with the nodes they need (in DFS
+    order)."""
 
     tree: ExecutionTree
     execution: int
@@ -120,20 +140,27 @@ def pack(
     keep_executions_whole: bool = False,
     linear_cost: int = 4096,
 ) -> list[PackedBin]:
-    """Pack the selected trajectories of `trees` into balanced bins of at most `token_budget` unique tokens.
+    """Pack the selected trajectories of `trees` into balanced bins of at most `token_budget` unique
+    tokens.
 
     Args:
-        num_executions: Executions of the whole batch (not only of `trees`): the outer mean of the loss.
-        denominator: `execution`: mean over an execution's trained tokens; `batch_tokens`: mean over all trained tokens
-            of `trees`, times their share of the batch's executions; `constant`: sum over `constant_length` (Dr. GRPO).
-        keep_executions_whole: never split an execution over bins (needed by the execution-level ratio).
+        num_executions: Executions of the whole batch (not only of `trees`): the outer mean of the
+            loss.
+        denominator: `execution`: mean over an execution's trained tokens; `batch_tokens`: mean over
+            all trained tokens of `trees`, times their share of the batch's executions; `constant`:
+            sum over `constant_length` (Dr. GRPO).
+        keep_executions_whole: never split an execution over bins (needed by the execution-level
+            ratio).
         linear_cost: cost of a token's matrix products, in visible pairs (about 6 hidden sizes).
 
     Raises:
-        TrajectoryError: a trajectory does not fit the budget, or a trained token has nothing before it.
+        TrajectoryError: a trajectory does not fit the budget, or a trained token has nothing before
+        it.
     """
     if num_executions < 1:
-        raise TrajectoryError(f"num_executions={num_executions} must be at least 1: it is the denominator of the loss")
+        raise TrajectoryError(
+            f"num_executions={num_executions} must be at least 1: it is the denominator of the loss"
+        )
     scales = _token_weights(trees, num_executions, denominator, constant_length)
     items = [
         item
@@ -148,19 +175,26 @@ def pack(
 
 
 def _token_weights(
-    trees: Sequence[ExecutionTree], num_executions: int, denominator: Denominator, constant_length: int | None
+    trees: Sequence[ExecutionTree],
+    num_executions: int,
+    denominator: Denominator,
+    constant_length: int | None,
 ) -> list[float]:
     """Loss weight of one trained token of each tree: fixed here, whatever the packing."""
     if denominator == "constant":
         if not constant_length or constant_length < 1:
-            raise TrajectoryError("denominator 'constant' needs constant_length, the tokens to divide by (>= 1)")
+            raise TrajectoryError(
+                "denominator 'constant' needs constant_length, the tokens to divide by (>= 1)"
+            )
         return [1.0 / (constant_length * num_executions)] * len(trees)
     counts = [tree.num_trained_tokens for tree in trees]
     if denominator == "batch_tokens":
         share = len(trees) / num_executions
         return [share / max(1, sum(counts))] * len(trees)
     if denominator != "execution":
-        raise TrajectoryError(f"denominator {denominator!r} must be 'execution', 'batch_tokens' or 'constant'")
+        raise TrajectoryError(
+            f"denominator {denominator!r} must be 'execution', 'batch_tokens' or 'constant'"
+        )
     return [1.0 / (max(1, count) * num_executions) for count in counts]
 
 
@@ -181,8 +215,11 @@ def _dfs(tree: ExecutionTree) -> list[int]:
     return order
 
 
-def _split(tree: ExecutionTree, index: int, budget: int, whole: bool, linear_cost: int) -> list[_Item]:
-    """Cut one execution into as few items as fit the budget; neighbouring branches stay together."""
+def _split(
+    tree: ExecutionTree, index: int, budget: int, whole: bool, linear_cost: int
+) -> list[_Item]:
+    """Cut one execution into as few items as fit the budget; neighbouring branches stay
+    together."""
     rank = {node: place for place, node in enumerate(_dfs(tree))}
     trained = {int(tree.owner[i]) for i, node in tree.trained_nodes() if node.trainable.any()}
     order = sorted(trained, key=lambda j: (rank[tree.trajectories[j].leaf], j))
@@ -192,8 +229,10 @@ def _split(tree: ExecutionTree, index: int, budget: int, whole: bool, linear_cos
         length = sum(len(tree.nodes[n]) for n in path)
         if length > budget:
             raise TrajectoryError(
-                f"execution {tree.execution_id}: a {tree.trajectories[j].role} trajectory has {length} tokens but "
-                f"training.token_budget is {budget}; raise training.token_budget (or context_parallel_size with it)"
+                f"execution {tree.execution_id}: a {tree.trajectories[j].role} trajectory has "
+                f"{length} tokens but "
+                f"training.token_budget is {budget}; raise training.token_budget (or "
+                "context_parallel_size with it)"
             )
         union = groups[-1][1] | path if groups else path
         if groups and sum(len(tree.nodes[n]) for n in union) <= budget:
@@ -202,24 +241,34 @@ def _split(tree: ExecutionTree, index: int, budget: int, whole: bool, linear_cos
             groups.append(([j], path))
     if whole and len(groups) > 1:
         raise TrajectoryError(
-            f"execution {tree.execution_id} does not fit one bin of training.token_budget={budget} tokens, which the "
-            "execution-level ratio needs; raise training.token_budget or set training.gspo.ratio_level to 'trajectory'"
+            f"execution {tree.execution_id} does not fit one bin of training.token_budget={budget} "
+            "tokens, which the "
+            "execution-level ratio needs; raise training.token_budget or set "
+            "training.gspo.ratio_level to 'trajectory'"
         )
-    return [_item(tree, index, js, sorted(nodes, key=rank.__getitem__), linear_cost) for js, nodes in groups]
+    return [
+        _item(tree, index, js, sorted(nodes, key=rank.__getitem__), linear_cost)
+        for js, nodes in groups
+    ]
 
 
-def _item(tree: ExecutionTree, execution: int, trajectories: list[int], nodes: list[int], linear_cost: int) -> _Item:
+def _item(
+    tree: ExecutionTree, execution: int, trajectories: list[int], nodes: list[int], linear_cost: int
+) -> _Item:
     depth, pairs, total = {-1: 0}, 0, 0
     for n in nodes:
         node, length = tree.nodes[n], len(tree.nodes[n])
         pairs += length * depth[node.parent] + length * (length + 1) // 2
         depth[n] = depth[node.parent] + length
         total += length
-    return _Item(tree, execution, tuple(trajectories), tuple(nodes), total, pairs + linear_cost * total)
+    return _Item(
+        tree, execution, tuple(trajectories), tuple(nodes), total, pairs + linear_cost * total
+    )
 
 
 def _assign(items: list[_Item], budget: int) -> list[list[_Item]]:
-    """Fewest bins by first fit decreasing, then costs levelled over that many bins where the budget allows it."""
+    """Fewest bins by first fit decreasing, then costs levelled over that many bins where the budget
+    allows it."""
     by_tokens = sorted(items, key=lambda it: (-it.num_tokens, it.execution, it.trajectories))
     fitted: list[list[_Item]] = []
     room: list[int] = []
@@ -235,7 +284,8 @@ def _assign(items: list[_Item], budget: int) -> list[list[_Item]]:
 
 
 def _level(items: list[_Item], num_bins: int, budget: int) -> list[list[_Item]] | None:
-    """Longest processing time first into `num_bins` bins; None where the budget does not allow it."""
+    """Longest processing time first into `num_bins` bins; None where the budget does not allow
+    it."""
     bins: list[list[_Item]] = [[] for _ in range(num_bins)]
     cost, room = [0] * num_bins, [budget] * num_bins
     for item in sorted(items, key=lambda it: (-it.cost, it.execution, it.trajectories)):
@@ -301,13 +351,15 @@ class _Writer:
         sources = np.where(offsets == 0, before, self.cursor + offsets - 1)
         if (sources < 0).any():
             raise TrajectoryError(
-                f"execution {item.tree.execution_id}, node {n}: the first token of a path is marked trainable, but "
+                f"execution {item.tree.execution_id}, node {n}: the first token of a path is "
+                "marked trainable, but "
                 "nothing comes before it to predict it; a sampled token needs a prompt"
             )
         temperatures = node.temperatures[offsets]
         if (temperatures <= 0).any():
             raise TrajectoryError(
-                f"execution {item.tree.execution_id}, node {n}: sampling temperature {temperatures.min()} must be "
+                f"execution {item.tree.execution_id}, node {n}: sampling temperature "
+                f"{temperatures.min()} must be "
                 "positive; greedy calls have no behaviour log-probability and cannot be trained"
             )
         self.add(
@@ -339,7 +391,9 @@ def _build_bin(items: list[_Item], scales: list[float], shares: np.ndarray) -> P
     writer = _Writer()
     for item in sorted(items, key=lambda it: (it.execution, it.trajectories)):
         writer.add_item(item, scales[item.execution])
-    packed: dict[str, Any] = {"bin_weight": np.float32(sum(item.num_tokens * shares[item.execution] for item in items))}
+    packed: dict[str, Any] = {
+        "bin_weight": np.float32(sum(item.num_tokens * shares[item.execution] for item in items))
+    }
     for name, parts in writer.columns.items():
         if name == "routed_experts":
             packed[name] = writer.routed_experts()
@@ -347,5 +401,7 @@ def _build_bin(items: list[_Item], scales: list[float], shares: np.ndarray) -> P
             packed[name] = np.concatenate(parts)
         elif name != "bin_weight":
             kind = np.float32 if name in _FLOAT_FIELDS else np.int32
-            packed[name] = np.concatenate([np.asarray(p) for p in parts] or [np.zeros(0)]).astype(kind)
+            packed[name] = np.concatenate([np.asarray(p) for p in parts] or [np.zeros(0)]).astype(
+                kind
+            )
     return PackedBin(**packed)

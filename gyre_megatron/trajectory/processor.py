@@ -1,7 +1,9 @@
-"""Executions of a group to what training receives: rewards, advantages, chosen branches, and where every token went.
+"""Executions of a group to what training receives: rewards, advantages, chosen branches, and where
+every token went.
 
-Called by the control plane when a group has finished. Invariant, checked: `captured = trained + shared + context +
-dropped`, counted over the branches as they would be if each were flattened into a sample.
+Called by the control plane when a group has finished. Invariant, checked: `captured = trained +
+shared + context + dropped`, counted over the branches as they would be if each were flattened into
+a sample.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class ProcessedGroup:
     """Training data of one group, with its accounts.
 
     Attributes:
-        trees: One per execution that is trained (it may own no trainable token if nothing was sampled).
+        trees: One per execution that is trained (it may own no trainable token if nothing was
+            sampled).
         rewards: Of the scored executions, by execution id.
         num_excluded: Executions without a reward (evaluator failed, or dropped).
     """
@@ -73,14 +76,22 @@ def process_group(store: TrajectoryStore, group_id: str, config: ProcessorConfig
     executions = store.executions(group_id=group_id)
     unfinished = [e.execution_id for e in executions if e.state != "finished"]
     if unfinished:
-        raise TrajectoryError(f"group {group_id} cannot be processed: {unfinished} have not finished")
+        raise TrajectoryError(
+            f"group {group_id} cannot be processed: {unfinished} have not finished"
+        )
     rewards = {
-        e.execution_id: float(e.outcome.reward) for e in executions if e.outcome and e.outcome.reward is not None
+        e.execution_id: float(e.outcome.reward)
+        for e in executions
+        if e.outcome and e.outcome.reward is not None
     }
-    advantages = dict(zip(rewards, group_advantages(np.asarray(list(rewards.values())), config), strict=True))
+    advantages = dict(
+        zip(rewards, group_advantages(np.asarray(list(rewards.values())), config), strict=True)
+    )
     trees, accounts = [], Conservation()
     for execution in executions:
-        tree, counts = _process_execution(store, execution, advantages.get(execution.execution_id), config)
+        tree, counts = _process_execution(
+            store, execution, advantages.get(execution.execution_id), config
+        )
         counts.check(f"execution {execution.execution_id}")
         accounts += counts
         if tree is not None:
@@ -90,19 +101,25 @@ def process_group(store: TrajectoryStore, group_id: str, config: ProcessorConfig
 
 
 def group_advantages(rewards: np.ndarray, config: ProcessorConfig) -> list[float]:
-    """Rewards (float64 [n]) relative to their group: minus the mean, over the standard deviation if so configured.
+    """Rewards (float64 [n]) relative to their group: minus the mean, over the standard deviation if
+    so configured.
 
-    Groups of one, and groups whose rewards do not differ, get zeros. Source: GRPO (arXiv 2402.03300); `mean`: Dr. GRPO
-    (arXiv 2503.20783).
+    Groups of one, and groups whose rewards do not differ, get zeros. Source: GRPO (arXiv
+    2402.03300); `mean`: Dr. GRPO (arXiv 2503.20783).
     """
     if len(rewards) < 2 or float(np.ptp(rewards)) < config.min_spread:
         return [0.0] * len(rewards)
     centred = rewards - rewards.mean()
-    return [float(a) for a in (centred / rewards.std() if config.advantage == "mean_std" else centred)]
+    return [
+        float(a) for a in (centred / rewards.std() if config.advantage == "mean_std" else centred)
+    ]
 
 
 def _process_execution(
-    store: TrajectoryStore, execution: ExecutionRecord, advantage: float | None, config: ProcessorConfig
+    store: TrajectoryStore,
+    execution: ExecutionRecord,
+    advantage: float | None,
+    config: ProcessorConfig,
 ) -> tuple[ExecutionTree | None, Conservation]:
     nodes, calls = store.nodes(execution.execution_id), store.calls(execution.execution_id)
     branches = Branches(nodes, calls)
@@ -137,12 +154,15 @@ class Branches:
         self.parents = [position.get(node.parent, -1) for node in nodes]
         self._call_of = {position[call.node_id]: call for call in calls if call.node_id in position}
         self._ends = self._without_descendant(np.ones(len(nodes), bool))
-        self.leaves = self._without_descendant(np.asarray([self._counts(i) for i in range(len(nodes))], bool))
+        self.leaves = self._without_descendant(
+            np.asarray([self._counts(i) for i in range(len(nodes))], bool)
+        )
         self.roles = [self._call_of[leaf].role for leaf in self.leaves]
         self._lengths = np.asarray([len(node.token_ids) for node in nodes], np.int64)
 
     def _counts(self, index: int) -> bool:
-        """Whether a branch can end here: an answer that the harness got, of a role that can train."""
+        """Whether a branch can end here: an answer that the harness got, of a role that can
+        train."""
         call = self._call_of.get(index)
         return call is not None and call.state == "complete" and call.role != "auxiliary"
 
@@ -163,12 +183,17 @@ class Branches:
 
     def num_trainable(self, config: ProcessorConfig) -> np.ndarray:
         """int64 [nodes]: tokens the policy sampled that may be trained."""
-        counts = [len(node.logprobs) if self.trains(i, config) else 0 for i, node in enumerate(self.nodes)]
+        counts = [
+            len(node.logprobs) if self.trains(i, config) else 0 for i, node in enumerate(self.nodes)
+        ]
         return np.asarray(counts, np.int64)
 
     def accounts(self, owner: np.ndarray, chosen_leaves: Sequence[int]) -> Conservation:
-        """Where the tokens of all branches went, given who owns each node and which leaves were chosen."""
-        captured = int(path_sums(self.parents, self._lengths)[self._ends].sum()) if self._ends else 0
+        """Where the tokens of all branches went, given who owns each node and which leaves were
+        chosen."""
+        captured = (
+            int(path_sums(self.parents, self._lengths)[self._ends].sum()) if self._ends else 0
+        )
         passes = self._num_leaves_below()
         on_chosen = np.zeros(len(self.nodes), bool)
         on_chosen[sorted(_ancestors(self.parents, chosen_leaves))] = True
@@ -196,16 +221,28 @@ class Branches:
 
 
 def _tree(
-    execution: ExecutionRecord, advantage: float, branches: Branches, chosen: Sequence[int], owner: np.ndarray
+    execution: ExecutionRecord,
+    advantage: float,
+    branches: Branches,
+    chosen: Sequence[int],
+    owner: np.ndarray,
 ) -> ExecutionTree:
     kept = sorted(_ancestors(branches.parents, [branches.leaves[index] for index in chosen]))
     position = {index: place for place, index in enumerate(kept)}
     nodes = tuple(
-        _tree_node(branches.nodes[index], position.get(branches.parents[index], -1), owner[index] >= 0)
+        _tree_node(
+            branches.nodes[index], position.get(branches.parents[index], -1), owner[index] >= 0
+        )
         for index in kept
     )
-    trajectories = tuple(Trajectory(position[branches.leaves[i]], branches.roles[i]) for i in chosen)
-    reward = execution.outcome.reward if execution.outcome and execution.outcome.reward is not None else 0.0
+    trajectories = tuple(
+        Trajectory(position[branches.leaves[i]], branches.roles[i]) for i in chosen
+    )
+    reward = (
+        execution.outcome.reward
+        if execution.outcome and execution.outcome.reward is not None
+        else 0.0
+    )
     return ExecutionTree(
         execution_id=execution.execution_id,
         group_id=execution.group_id,
@@ -238,4 +275,6 @@ def _tree_node(node: Node, parent: int, trained: bool) -> TreeNode:
         logprobs[lead:] = node.logprobs
         versions[lead:] = np.repeat([v for v, _ in node.versions], [c for _, c in node.versions])
         temperatures[lead:] = node.temperature
-    return TreeNode(parent, node.token_ids, trainable, logprobs, versions, temperatures, node.routed_experts)
+    return TreeNode(
+        parent, node.token_ids, trainable, logprobs, versions, temperatures, node.routed_experts
+    )

@@ -1,7 +1,8 @@
 """Rows of the trajectory store, as plain values.
 
-A *node* is a run of tokens hung under a parent: context (rendered messages) or sampled (the generation prompt
-followed by what the policy produced). A *call* is one request of a harness; it owns exactly one sampled node.
+A *node* is a run of tokens hung under a parent: context (rendered messages) or sampled (the
+generation prompt followed by what the policy produced). A *call* is one request of a harness; it
+owns exactly one sampled node.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class Outcome:
     """How an execution ended.
 
     Attributes:
-        status: scored (reward counts), excluded (the evaluator failed for good), placeholder (nothing to evaluate:
-            reward 0, no tokens train) or dropped (the overall timeout passed).
+        status: scored (reward counts), excluded (the evaluator failed for good), placeholder
+            (nothing to evaluate: reward 0, no tokens train) or dropped (the overall timeout
+            passed).
         reward: In [0, 1]; None unless scored or placeholder.
         detail: Anything worth reading later: exit code, timings, evaluator report.
     """

@@ -1,7 +1,8 @@
 """Which branches of an execution are trained: bounded, by role, each token at most once.
 
-From the highest class that still has unmasked trainable tokens a leaf is drawn with probability proportional to them;
-its whole path is masked (a shared prefix trains once); until nothing is left or J_max branches are taken.
+From the highest class that still has unmasked trainable tokens a leaf is drawn with probability
+proportional to them; its whole path is masked (a shared prefix trains once); until nothing is left
+or J_max branches are taken.
 Source: QwenGyre (arXiv 2609.33848), bounded and deduplicated sampling. All passes are iterative.
 """
 
@@ -40,13 +41,18 @@ def select_branches(
         max_branches: J_max.
 
     Returns:
-        Positions in `leaves` in the order drawn, and int32 [nodes]: which of them owns each node, -1 for none.
+        Positions in `leaves` in the order drawn, and int32 [nodes]: which of them owns each node,
+        -1 for none.
     """
     unmasked = np.asarray(num_trainable, np.int64).copy()
     owner = np.full(len(parents), -1, np.int32)
     chosen: list[int] = []
     while len(chosen) < max_branches:
-        weights = path_sums(parents, unmasked)[np.asarray(leaves, np.int64)] if len(leaves) else np.empty(0, np.int64)
+        weights = (
+            path_sums(parents, unmasked)[np.asarray(leaves, np.int64)]
+            if len(leaves)
+            else np.empty(0, np.int64)
+        )
         candidates = _highest_class(weights, roles, priority)
         if not candidates:
             break
@@ -59,13 +65,17 @@ def select_branches(
 
 def _highest_class(weights: np.ndarray, roles: Sequence[str], priority: Sequence[str]) -> list[int]:
     for role in priority:
-        candidates = [index for index, found in enumerate(roles) if found == role and weights[index] > 0]
+        candidates = [
+            index for index, found in enumerate(roles) if found == role and weights[index] > 0
+        ]
         if candidates:
             return candidates
     return []
 
 
-def _mask_path(parents: Sequence[int], leaf: int, branch: int, unmasked: np.ndarray, owner: np.ndarray) -> None:
+def _mask_path(
+    parents: Sequence[int], leaf: int, branch: int, unmasked: np.ndarray, owner: np.ndarray
+) -> None:
     node = leaf
     while node >= 0:
         if unmasked[node] > 0:

@@ -49,13 +49,18 @@ def connect(path: str | Path, read_only: bool = False) -> sqlite3.Connection:
     """Open the store with WAL and the schema in place.
 
     Raises:
-        StoreError: the file cannot be opened, is no store, or was written by another schema version.
+        StoreError: the file cannot be opened, is no store, or was written by another schema
+        version.
     """
     try:
         if read_only and not Path(path).is_file():
-            raise StoreError(f"no trajectory store at {path}; pass the store.sqlite of a run directory")
+            raise StoreError(
+                f"no trajectory store at {path}; pass the store.sqlite of a run directory"
+            )
         uri = f"{Path(path).resolve().as_uri()}{'?mode=ro' if read_only else ''}"
-        connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0)
+        connection = sqlite3.connect(
+            uri, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0
+        )
         if not read_only:
             _prepare(connection)
         _check_version(connection, path)
@@ -75,7 +80,10 @@ def _prepare(connection: sqlite3.Connection) -> None:
 def _check_version(connection: sqlite3.Connection, path: str | Path) -> None:
     found = connection.execute("PRAGMA user_version").fetchone()[0]
     if found != SCHEMA_VERSION:
-        raise StoreError(f"{path} has schema version {found}, expected {SCHEMA_VERSION}; use the Gyre that wrote it")
+        raise StoreError(
+            f"{path} has schema version {found}, expected {SCHEMA_VERSION}; use the Gyre that "
+            "wrote it"
+        )
 
 
 def group_from_row(row: tuple[Any, ...]) -> GroupRecord:
@@ -90,8 +98,17 @@ def execution_from_row(row: tuple[Any, ...]) -> ExecutionRecord:
 
 
 def node_row(execution: int, attempt: int, node: Node) -> tuple[Any, ...]:
-    """Values for (node_id, execution, attempt, parent, key, num_context, token_ids, ..., call_id)."""
-    head = (node.node_id, execution, attempt, node.parent, node.key, node.num_context, node.token_ids.tobytes())
+    """Values for (node_id, execution, attempt, parent, key, num_context, token_ids, ...,
+    call_id)."""
+    head = (
+        node.node_id,
+        execution,
+        attempt,
+        node.parent,
+        node.key,
+        node.num_context,
+        node.token_ids.tobytes(),
+    )
     routes = _pack_routes(node.routed_experts)
     if not node.sampled:
         return (*head, None, None, None, routes, None)
@@ -129,13 +146,18 @@ def call_from_row(execution_id: str, attempt: int, row: tuple[Any, ...]) -> Call
     """Columns: CALL_COLUMNS."""
     names = CALL_COLUMNS.replace(" ", "").split(",")
     fields = dict(zip(names, row, strict=True))
-    return Call(execution_id=execution_id, attempt=attempt, **{**fields, "meta": json.loads(fields["meta"])})
+    return Call(
+        execution_id=execution_id, attempt=attempt, **{**fields, "meta": json.loads(fields["meta"])}
+    )
 
 
 def _pack_routes(routes: np.ndarray | None) -> bytes | None:
     if routes is None:
         return None
-    return np.asarray(routes.shape, np.int32).tobytes() + np.ascontiguousarray(routes, np.int16).tobytes()
+    return (
+        np.asarray(routes.shape, np.int32).tobytes()
+        + np.ascontiguousarray(routes, np.int16).tobytes()
+    )
 
 
 def _unpack_routes(blob: bytes | None) -> np.ndarray | None:

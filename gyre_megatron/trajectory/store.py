@@ -1,7 +1,9 @@
-"""Everything that happened, in one SQLite file (WAL): groups, executions, calls and the tokens of their trees.
+"""Everything that happened, in one SQLite file (WAL): groups, executions, calls and the tokens of
+their trees.
 
-Owned by the control plane. Invariant: a write has been committed when its method returns (or its future resolves);
-a call is one transaction, so a kill leaves either the whole call or nothing of it.
+Owned by the control plane. Invariant: a write has been committed when its method returns (or its
+future resolves); a call is one transaction, so a kill leaves either the whole call or nothing of
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from typing import Any
 
 from gyre_megatron.errors import StoreError
 from gyre_megatron.trajectory import schema
-from gyre_megatron.trajectory.records import Call, ExecutionRecord, ExecutionState, GroupRecord, Node, Outcome
+from gyre_megatron.trajectory.records import (
+    Call,
+    ExecutionRecord,
+    ExecutionState,
+    GroupRecord,
+    Node,
+    Outcome,
+)
 from gyre_megatron.trajectory.writer import GroupCommitWriter, Write
 
 _GROUP_COLUMNS = "group_id, query, num_executions, weight_version, trained_step"
@@ -62,10 +71,14 @@ class TrajectoryStore:
         """Move everything from the write-ahead log into the file itself."""
         self._all("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    # groups and executions -----------------------------------------------------------------------------------------
+    # groups and executions
+    # -----------------------------------------------------------------------------------------
 
-    def add_group(self, group_id: str, query: dict[str, Any], num_executions: int, weight_version: int) -> list[str]:
-        """Dispatch `num_executions` executions of `query`; returns their ids. A group that exists is left alone."""
+    def add_group(
+        self, group_id: str, query: dict[str, Any], num_executions: int, weight_version: int
+    ) -> list[str]:
+        """Dispatch `num_executions` executions of `query`; returns their ids. A group that exists
+        is left alone."""
         ids = [f"{group_id}.{position:02d}" for position in range(num_executions)]
 
         def write(connection: sqlite3.Connection) -> None:
@@ -75,8 +88,12 @@ class TrajectoryStore:
             ).rowcount
             if added:
                 connection.executemany(
-                    "INSERT INTO executions(execution_id, group_id, position, state, attempt) VALUES(?,?,?,'queued',0)",
-                    [(execution_id, group_id, position) for position, execution_id in enumerate(ids)],
+                    "INSERT INTO executions(execution_id, group_id, position, state, attempt) "
+                    "VALUES(?,?,?,'queued',0)",
+                    [
+                        (execution_id, group_id, position)
+                        for position, execution_id in enumerate(ids)
+                    ],
                 )
 
         self._write(write).result()
@@ -95,7 +112,10 @@ class TrajectoryStore:
 
     def groups(self) -> list[GroupRecord]:
         """All groups in the order they were dispatched."""
-        return [schema.group_from_row(row) for row in self._all(f"SELECT {_GROUP_COLUMNS} FROM groups ORDER BY rowid")]
+        return [
+            schema.group_from_row(row)
+            for row in self._all(f"SELECT {_GROUP_COLUMNS} FROM groups ORDER BY rowid")
+        ]
 
     def executions(
         self, states: Iterable[ExecutionState] | None = None, group_id: str | None = None
@@ -106,7 +126,9 @@ class TrajectoryStore:
         sql = f"SELECT {schema.EXECUTION_COLUMNS} FROM executions WHERE state IN ({marks})"
         if group_id is not None:
             sql += " AND group_id=?"
-        rows = self._all(sql + " ORDER BY execution", (*wanted, *([group_id] if group_id is not None else [])))
+        rows = self._all(
+            sql + " ORDER BY execution", (*wanted, *([group_id] if group_id is not None else []))
+        )
         return [schema.execution_from_row(row) for row in rows]
 
     def execution(self, execution_id: str) -> ExecutionRecord:
@@ -115,13 +137,17 @@ class TrajectoryStore:
         Raises:
             StoreError: there is no such execution.
         """
-        rows = self._all(f"SELECT {schema.EXECUTION_COLUMNS} FROM executions WHERE execution_id=?", (execution_id,))
+        rows = self._all(
+            f"SELECT {schema.EXECUTION_COLUMNS} FROM executions WHERE execution_id=?",
+            (execution_id,),
+        )
         if not rows:
             raise StoreError(f"no execution {execution_id!r} in {self.path}")
         return schema.execution_from_row(rows[0])
 
     def start_execution(self, execution_id: str) -> str:
-        """Mark a queued execution as running, as a new attempt; returns the bearer token of its harness.
+        """Mark a queued execution as running, as a new attempt; returns the bearer token of its
+        harness.
 
         Raises:
             StoreError: it is not queued.
@@ -131,13 +157,16 @@ class TrajectoryStore:
 
         def write(connection: sqlite3.Connection) -> int:
             changed = connection.execute(
-                "UPDATE executions SET state='running', attempt=attempt+1, token_digest=?, started_at=?"
+                "UPDATE executions SET state='running', attempt=attempt+1, token_digest=?, "
+                "started_at=?"
                 " WHERE execution_id=? AND state='queued'",
                 (digest, time.time(), execution_id),
             ).rowcount
             if not changed:
                 raise StoreError(f"execution {execution_id!r} cannot start: it is not queued")
-            row = connection.execute("SELECT attempt FROM executions WHERE execution_id=?", (execution_id,))
+            row = connection.execute(
+                "SELECT attempt FROM executions WHERE execution_id=?", (execution_id,)
+            )
             return row.fetchone()[0]
 
         attempt = self._write(write).result()
@@ -153,9 +182,16 @@ class TrajectoryStore:
 
         def write(connection: sqlite3.Connection) -> None:
             changed = connection.execute(
-                "UPDATE executions SET state='finished', outcome=?, reward=?, detail=?, finished_at=?,"
+                "UPDATE executions SET state='finished', outcome=?, reward=?, detail=?, "
+                "finished_at=?,"
                 " token_digest=NULL WHERE execution_id=? AND state='running'",
-                (outcome.status, outcome.reward, json.dumps(outcome.detail), time.time(), execution_id),
+                (
+                    outcome.status,
+                    outcome.reward,
+                    json.dumps(outcome.detail),
+                    time.time(),
+                    execution_id,
+                ),
             ).rowcount
             if not changed:
                 raise StoreError(f"execution {execution_id!r} cannot finish: it is not running")
@@ -164,7 +200,8 @@ class TrajectoryStore:
         self._forget_tokens(execution_id)
 
     def requeue_running(self) -> int:
-        """After a crash: queue running executions again; what they had done stays as an old attempt."""
+        """After a crash: queue running executions again; what they had done stays as an old
+        attempt."""
         requeued = self._write(
             lambda connection: (
                 connection.execute(
@@ -184,7 +221,8 @@ class TrajectoryStore:
         sql = "SELECT count(*), coalesce(sum(attempt > 0), 0), coalesce(sum(state='finished'), 0) FROM executions"
         return tuple(self._one(sql))
 
-    # training progress -----------------------------------------------------------------------------------------------
+    # training progress
+    # -----------------------------------------------------------------------------------------------
 
     def finished_groups(self, untrained: bool = True) -> list[str]:
         """Groups whose executions have all finished, earliest finish first."""
@@ -199,7 +237,8 @@ class TrajectoryStore:
         """Record that the groups were trained in `step`."""
         self._write(
             lambda connection: connection.executemany(
-                "UPDATE groups SET trained_step=? WHERE group_id=?", [(step, group_id) for group_id in group_ids]
+                "UPDATE groups SET trained_step=? WHERE group_id=?",
+                [(step, group_id) for group_id in group_ids],
             )
         ).result()
 
@@ -207,24 +246,30 @@ class TrajectoryStore:
         """Make groups trained after `step` (the checkpoint) untrained again; returns how many."""
         return self._write(
             lambda connection: (
-                connection.execute("UPDATE groups SET trained_step=NULL WHERE trained_step > ?", (step,)).rowcount
+                connection.execute(
+                    "UPDATE groups SET trained_step=NULL WHERE trained_step > ?", (step,)
+                ).rowcount
             )
         ).result()
 
-    # calls and nodes --------------------------------------------------------------------------------------------------
+    # calls and nodes
+    # --------------------------------------------------------------------------------------------------
 
     def new_node_id(self) -> int:
         """A node id no other node has; it counts only once the node is stored."""
         return next(self._next_node)
 
     def add_call(self, call: Call, nodes: Sequence[Node]) -> Future[None]:
-        """Store a call with the nodes it added, in one transaction; durable when the future resolves."""
+        """Store a call with the nodes it added, in one transaction; durable when the future
+        resolves."""
         execution = self._rowid(call.execution_id)
         values = schema.call_row(execution, call)
         rows = [schema.node_row(execution, call.attempt, node) for node in nodes]
 
         def write(connection: sqlite3.Connection) -> None:
-            connection.executemany("INSERT OR IGNORE INTO nodes VALUES(?,?,?,?,?,?,?,?,?,?,?,?)", rows)
+            connection.executemany(
+                "INSERT OR IGNORE INTO nodes VALUES(?,?,?,?,?,?,?,?,?,?,?,?)", rows
+            )
             connection.execute(f"INSERT INTO calls VALUES(NULL{',?' * len(values)})", values)
 
         return self._write(write)
@@ -233,15 +278,19 @@ class TrajectoryStore:
         """Change the state of calls (undelivered, superseded)."""
 
         def write(connection: sqlite3.Connection) -> None:
-            connection.executemany("UPDATE calls SET state=? WHERE call_id=?", [(state, c) for c in call_ids])
+            connection.executemany(
+                "UPDATE calls SET state=? WHERE call_id=?", [(state, c) for c in call_ids]
+            )
 
         return self._write(write)
 
     def nodes(self, execution_id: str, attempt: int | None = None) -> list[Node]:
-        """Nodes of one attempt (the latest by default), parents before children, with `start` filled in."""
+        """Nodes of one attempt (the latest by default), parents before children, with `start`
+        filled in."""
         attempt = self._attempt(execution_id, attempt)
         rows = self._all(
-            f"SELECT {schema.NODE_COLUMNS} FROM nodes WHERE execution=? AND attempt=? ORDER BY node_id",
+            f"SELECT {schema.NODE_COLUMNS} FROM nodes WHERE execution=? AND attempt=? ORDER BY "
+            "node_id",
             (self._rowid(execution_id), attempt),
         )
         nodes = [schema.node_from_row(row) for row in rows]
@@ -255,7 +304,8 @@ class TrajectoryStore:
         """Calls of one attempt (the latest by default) in the order they were completed."""
         attempt = self._attempt(execution_id, attempt)
         rows = self._all(
-            f"SELECT {schema.CALL_COLUMNS} FROM calls WHERE execution=? AND attempt=? ORDER BY call",
+            f"SELECT {schema.CALL_COLUMNS} FROM calls WHERE execution=? AND attempt=? ORDER BY "
+            "call",
             (self._rowid(execution_id), attempt),
         )
         return [schema.call_from_row(execution_id, attempt, row) for row in rows]
@@ -265,7 +315,8 @@ class TrajectoryStore:
         where = (self._rowid(execution_id), self._attempt(execution_id, None))
         calls = self._all("SELECT count(*) FROM calls WHERE execution=? AND attempt=?", where)[0][0]
         sql = (
-            "SELECT count(*), coalesce(sum(length(token_ids)), 0) / 4, coalesce(sum(length(logprobs)), 0) / 4"
+            "SELECT count(*), coalesce(sum(length(token_ids)), 0) / 4, "
+            "coalesce(sum(length(logprobs)), 0) / 4"
             " FROM nodes WHERE execution=? AND attempt=?"
         )
         return (calls, *self._all(sql, where)[0])
@@ -274,14 +325,16 @@ class TrajectoryStore:
         """Calls by role, over everything."""
         return dict(self._all("SELECT role, count(*) FROM calls GROUP BY role ORDER BY 2 DESC"))
 
-    # inner ----------------------------------------------------------------------------------------------------------
+    # inner ------------------------------
 
     def _attempt(self, execution_id: str, attempt: int | None) -> int:
         return self.execution(execution_id).attempt if attempt is None else attempt
 
     def _rowid(self, execution_id: str) -> int:
         if execution_id not in self._rowids:
-            rows = self._all("SELECT execution FROM executions WHERE execution_id=?", (execution_id,))
+            rows = self._all(
+                "SELECT execution FROM executions WHERE execution_id=?", (execution_id,)
+            )
             if not rows:
                 raise StoreError(f"no execution {execution_id!r} in {self.path}")
             self._rowids[execution_id] = rows[0][0]

@@ -1,7 +1,8 @@
 """What training receives of one execution: a forest of nodes and the branches chosen from it.
 
-Made by `trajectory.processor`, read by `trajectory.packing` and by training. Invariant: nodes hold only their
-own tokens, parents come before children, and every trained token is owned by exactly one trajectory.
+Made by `trajectory.processor`, read by `trajectory.packing` and by training. Invariant: nodes hold
+only their own tokens, parents come before children, and every trained token is owned by exactly one
+trajectory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class TreeNode:
         behaviour_logprobs: float32 [n]; 0 where not sampled.
         weight_versions: int32 [n]; the version that sampled the token, -1 where not sampled.
         temperatures: float32 [n]; the sampling temperature, 1.0 where not sampled.
-        routed_experts: int16 [n, num_moe_layers, experts_per_token], or None if the engine returned none.
+        routed_experts: int16 [n, num_moe_layers, experts_per_token], or None if the engine returned
+            none.
     """
 
     parent: int
@@ -55,7 +57,8 @@ class ExecutionTree:
     Attributes:
         nodes: Nodes of the selected branches, parents before children.
         trajectories: Selected branches, at most J_max.
-        owner: int32 [len(nodes)]; index of the trajectory that trains the node's trainable tokens, -1 if none does.
+        owner: int32 [len(nodes)]; index of the trajectory that trains the node's trainable tokens,
+            -1 if none does.
     """
 
     execution_id: str
@@ -69,13 +72,16 @@ class ExecutionTree:
     def __post_init__(self) -> None:
         if len(self.owner) != len(self.nodes):
             raise TrajectoryError(
-                f"execution {self.execution_id}: owner has {len(self.owner)} entries for {len(self.nodes)} nodes"
+                f"execution {self.execution_id}: owner has {len(self.owner)} entries for "
+                f"{len(self.nodes)} nodes"
             )
         for index, node in enumerate(self.nodes):
             self._check_node(index, node)
         for trajectory in self.trajectories:
             if not 0 <= trajectory.leaf < len(self.nodes):
-                raise TrajectoryError(f"execution {self.execution_id}: no node {trajectory.leaf} for a leaf")
+                raise TrajectoryError(
+                    f"execution {self.execution_id}: no node {trajectory.leaf} for a leaf"
+                )
 
     def _check_node(self, index: int, node: TreeNode) -> None:
         where = f"execution {self.execution_id}, node {index}"
@@ -85,7 +91,9 @@ class ExecutionTree:
         if any(len(column) != len(node) for column in columns):
             raise TrajectoryError(f"{where}: columns differ in length from its {len(node)} tokens")
         if not -1 <= self.owner[index] < len(self.trajectories):
-            raise TrajectoryError(f"{where}: owner {self.owner[index]} is not one of the trajectories")
+            raise TrajectoryError(
+                f"{where}: owner {self.owner[index]} is not one of the trajectories"
+            )
 
     def path(self, node: int) -> list[int]:
         """Indices of the nodes from the root down to `node`."""

@@ -1,6 +1,7 @@
 """The store's only writer: a thread that commits many waiting writes in one transaction.
 
-A write is durable when its future resolves. Writes that were queued while a commit ran share the next one.
+A write is durable when its future resolves. Writes that were queued while a commit ran share the
+next one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class GroupCommitWriter:
             StoreError: the store is closed. Failures of the write itself come through the future.
         """
         if self._closed:
-            raise StoreError(f"the trajectory store {self._path} is closed; no call can be recorded any more")
+            raise StoreError(
+                f"the trajectory store {self._path} is closed; no call can be recorded any more"
+            )
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # a waiter that gives up must not stop the write
         self._queue.put((write, future))
@@ -69,7 +72,8 @@ class GroupCommitWriter:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             failure = StoreError(
-                f"the trajectory store {self._path} could not be written: {error}; free disk space or move the store, "
+                f"the trajectory store {self._path} could not be written: {error}; free disk space "
+                "or move the store, "
                 "then resume the run (nothing that was acknowledged is lost)"
             )
             results = [(future, None, failure) for _, future in batch]

@@ -6,7 +6,12 @@ Usable without the rest of the package; docs/hot_swap.md shows how in twenty lin
 from gyre_megatron.weights.canonical import canonical_tensors
 from gyre_megatron.weights.cell_sync import CellWeightSync, PublishReport
 from gyre_megatron.weights.chain import chain_broadcast
-from gyre_megatron.weights.checkpoint import hf_named_tensors, load_hf_checkpoint, save_hf_checkpoint, wire_dtypes
+from gyre_megatron.weights.checkpoint import (
+    hf_named_tensors,
+    load_hf_checkpoint,
+    save_hf_checkpoint,
+    wire_dtypes,
+)
 from gyre_megatron.weights.executor import Resharder
 from gyre_megatron.weights.megatron import MegatronLayout, bind, layout_of
 from gyre_megatron.weights.megatron_names import MegatronStyle

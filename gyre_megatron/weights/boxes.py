@@ -1,9 +1,11 @@
-"""The one vocabulary of weight layouts: boxes of canonical tensors and where they lie in local storage.
+"""The one vocabulary of weight layouts: boxes of canonical tensors and where they lie in local
+storage.
 
-A canonical tensor has a Hugging Face name and a global shape. A `Piece` says that one box of it lies in one
-local tensor, at an element offset, with element strides. Fused, stacked, sharded, padded and replicated
-parameters are all lists of pieces; nothing downstream of this module knows parameter names.
-Called by the Megatron and SGLang maps (which make pieces) and by the planner (which intersects them).
+A canonical tensor has a Hugging Face name and a global shape. A `Piece` says that one box of it
+lies in one local tensor, at an element offset, with element strides. Fused, stacked, sharded,
+padded and replicated parameters are all lists of pieces; nothing downstream of this module knows
+parameter names. Called by the Megatron and SGLang maps (which make pieces) and by the planner
+(which intersects them).
 """
 
 from __future__ import annotations
@@ -53,12 +55,16 @@ class Piece(NamedTuple):
         return prod(self.shape)
 
     def offset_of(self, start: Index) -> int:
-        """Element offset in the local tensor of canonical index `start`, which lies in this piece."""
-        return self.offset + sum((s - o) * stride for s, o, stride in zip(start, self.start, self.strides, strict=True))
+        """Element offset in the local tensor of canonical index `start`, which lies in this
+        piece."""
+        return self.offset + sum(
+            (s - o) * stride for s, o, stride in zip(start, self.start, self.strides, strict=True)
+        )
 
 
 class Block(NamedTuple):
-    """A box that lies contiguously in a local tensor; blocks follow one another. `name` is None for padding."""
+    """A box that lies contiguously in a local tensor; blocks follow one another. `name` is None for
+    padding."""
 
     name: str | None
     start: Index
@@ -95,7 +101,8 @@ def stack(key: str, shape: Index, blocks: Iterable[Block], source: bool = True) 
         offset += prod(size)
     if offset != prod(shape):
         raise LayoutError(
-            f"{key}: its parts hold {offset} elements but its shape {shape} holds {prod(shape)}; the map does not "
+            f"{key}: its parts hold {offset} elements but its shape {shape} holds {prod(shape)}; "
+            "the map does not "
             "fit this module"
         )
     return LocalTensor(key, shape, tuple(pieces))
@@ -132,4 +139,7 @@ def grid_cells(total: Index, parts: Sequence[int]) -> list[Box]:
     """Cut a tensor into a grid of near-equal boxes (used for whole-tensor layouts and tests)."""
     cuts = [[n * i // p for i in range(p + 1)] for n, p in zip(total, parts, strict=True)]
     ranges = [list(pairwise(c)) for c in cuts]
-    return [Box(tuple(lo for lo, _ in cell), tuple(hi - lo for lo, hi in cell)) for cell in product(*ranges)]
+    return [
+        Box(tuple(lo for lo, _ in cell), tuple(hi - lo for lo, hi in cell))
+        for cell in product(*ranges)
+    ]

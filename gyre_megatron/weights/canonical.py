@@ -1,4 +1,5 @@
-"""Every tensor of a model in Hugging Face names and global shapes: the space that all layouts describe.
+"""Every tensor of a model in Hugging Face names and global shapes: the space that all layouts
+describe.
 
 Source of names and shapes: the `state_dict` of the families' classes in transformers 5.
 """
@@ -34,13 +35,16 @@ def outer_tensors(architecture: Architecture) -> Tensors:
 
 
 def layer_tensors(architecture: Architecture, layer: int, experts: bool = True) -> Tensors:
-    """Tensors of decoder layer `layer`; layers from `num_layers` on are multi-token-prediction layers.
+    """Tensors of decoder layer `layer`; layers from `num_layers` on are multi-token-prediction
+    layers.
 
     Args:
         experts: whether to list the routed experts too.
     """
     hidden, prefix = architecture.hidden_size, layer_prefix(layer)
-    tensors: Tensors = {prefix + n: (hidden,) for n in ("input_layernorm.weight", "post_attention_layernorm.weight")}
+    tensors: Tensors = {
+        prefix + n: (hidden,) for n in ("input_layernorm.weight", "post_attention_layernorm.weight")
+    }
     mtp = layer >= architecture.num_layers
     if mtp:
         tensors |= _mtp_tensors(architecture, prefix)
@@ -64,7 +68,11 @@ def canonical_tensors(architecture: Architecture) -> Tensors:
 
 
 def _mlp_tensors(prefix: str, width: int, hidden: int) -> Tensors:
-    shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+    shapes = {
+        "gate_proj": (width, hidden),
+        "up_proj": (width, hidden),
+        "down_proj": (hidden, width),
+    }
     return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
 
 
@@ -83,7 +91,11 @@ def _attention_tensors(architecture: Architecture, prefix: str) -> Tensors:
 
 
 def _mla_tensors(architecture: Architecture, prefix: str) -> Tensors:
-    mla, hidden, heads = architecture.mla, architecture.hidden_size, architecture.num_attention_heads
+    mla, hidden, heads = (
+        architecture.mla,
+        architecture.hidden_size,
+        architecture.num_attention_heads,
+    )
     assert mla is not None
     queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     tensors: Tensors = {"q_proj": (queries, hidden)}
@@ -135,5 +147,7 @@ def _moe_tensors(architecture: Architecture, layer: int, experts: bool) -> Tenso
 
 def _mtp_tensors(architecture: Architecture, prefix: str) -> Tensors:
     hidden = architecture.hidden_size
-    norms = {prefix + n: (hidden,) for n in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    norms = {
+        prefix + n: (hidden,) for n in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    }
     return {**norms, prefix + "eh_proj.weight": (hidden, 2 * hidden)}

@@ -1,8 +1,9 @@
 """Publishing: the weights of one training cell become the weights that the cell's engine serves.
 
-Collective over the ranks of a cell. Each rank writes its own boxes straight into the engine's shadow in shared
-memory while the engine keeps generating; the engine is held only while it verifies and copies. Until the commit
-nothing of the old version is touched; a failure on any rank leaves it serving, and the next publish starts afresh.
+Collective over the ranks of a cell. Each rank writes its own boxes straight into the engine's
+shadow in shared memory while the engine keeps generating; the engine is held only while it verifies
+and copies. Until the commit nothing of the old version is touched; a failure on any rank leaves it
+serving, and the next publish starts afresh.
 """
 
 from __future__ import annotations
@@ -59,19 +60,30 @@ class CellWeightSync:
     """
 
     def __init__(
-        self, model_chunks: Sequence[torch.nn.Module], architecture: Architecture, place: ParallelRank, engine_url: str,
-        engine_tp: int, config: WeightsConfig | None = None, store: dist.Store | None = None,
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        architecture: Architecture,
+        place: ParallelRank,
+        engine_url: str,
+        engine_tp: int,
+        config: WeightsConfig | None = None,
+        store: dist.Store | None = None,
         name: str = "gyre/weights/cell",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config = config or WeightsConfig()
         self._architecture, self._rank = architecture, place.index
         self._layout = layout_of(architecture, place, model_chunks)
         self._sources = bind(self._layout, place.index, model_chunks)
         store = dist.distributed_c10d._get_default_store() if store is None else store
         self._meet = Rendezvous(
-            dist.PrefixStore(name, store), place.index, self._layout.num_ranks, self._config.timeout_s
+            dist.PrefixStore(name, store),
+            place.index,
+            self._layout.num_ranks,
+            self._config.timeout_s,
         )
-        self._engine = EngineInstaller(engine_url, engine_tp, self._config) if place.index == 0 else None
+        self._engine = (
+            EngineInstaller(engine_url, engine_tp, self._config) if place.index == 0 else None
+        )
         self._push: _Push | None = None
         self._chunks, self._epoch = model_chunks, 0
 
@@ -79,7 +91,8 @@ class CellWeightSync:
         """Make the engine serve the current parameters as `version`.
 
         Raises:
-            TransferError: on every rank alike; the engine still serves the version it served before.
+            TransferError: on every rank alike; the engine still serves the version it served
+            before.
         """
         start = time.perf_counter()
         self._meet.start()
@@ -94,17 +107,24 @@ class CellWeightSync:
         end = time.perf_counter()
         assert self._push is not None
         return PublishReport(
-            version, end - start, planned, written - start - planned, end - written, self._push.nbytes
-        )  # fmt: skip
+            version,
+            end - start,
+            planned,
+            written - start - planned,
+            end - written,
+            self._push.nbytes,
+        )
 
     def close(self) -> None:
-        """Drop the shadow; the next publish attaches afresh. A rank that woke up late writes where nobody reads."""
+        """Drop the shadow; the next publish attaches afresh. A rank that woke up late writes where
+        nobody reads."""
         self._push = None
         if self._engine is not None:
             self._engine.discard()
 
     def _step(self, what: str, action) -> list[bytes]:
-        """Run `action` on this rank and go on only if it succeeded on all; returns everyone's result."""
+        """Run `action` on this rank and go on only if it succeeded on all; returns everyone's
+        result."""
         failure, result = None, b""
         try:
             result = action()
@@ -114,7 +134,10 @@ class CellWeightSync:
         answers = self._meet.exchange(result)
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
         if silent:
-            raise TransferError(f"{what} was given up: ranks {silent} fell silent; the previous weights stay in place")
+            raise TransferError(
+                f"{what} was given up: ranks {silent} fell silent; the previous weights stay in "
+                "place"
+            )
         return [answer for answer in answers if answer is not None]
 
     def _prepare(self) -> float:
@@ -126,7 +149,8 @@ class CellWeightSync:
         keys = self._step("mapping the engine's memory", lambda: self._map(Path(where.decode())))
         if len(set(keys)) > 1:
             raise TransferError(
-                f"the ranks of the cell plan for different layouts (keys {[key.decode()[:8] for key in keys]}); give "
+                "the ranks of the cell plan for different layouts (keys "
+                f"{[key.decode()[:8] for key in keys]}); give "
                 "all of them the same parallel sizes, stage layers and architecture"
             )
         if self._engine is not None:
@@ -142,26 +166,34 @@ class CellWeightSync:
     def _map(self, directory: Path) -> bytes:
         answers = read_engine(directory)
         target = engine_layout(answers)
-        self._push = _Push(self._layout, self._rank, list(self._sources), target, answers, directory)
+        self._push = _Push(
+            self._layout, self._rank, list(self._sources), target, answers, directory
+        )
         dtypes = [spec["dtype"] for answer in answers for spec in answer["tensors"]]
         return plan_digest(self._layout, target, self._epoch, dtypes).encode()
 
     def _write(self) -> bytes:
         assert self._push is not None
-        current = dict(named_tensors(self._chunks))  # storage may have moved since the plan was made
+        current = dict(
+            named_tensors(self._chunks)
+        )  # storage may have moved since the plan was made
         sources = [current[key] for key in self._sources]
         self._push.write(sources)
         return json.dumps(self._push.sums(sources)).encode() if self._config.verify else b""
 
     def _install(self, version: int, sums: list[bytes]) -> bytes:
         if self._engine is not None:
-            self._engine.install(version, add_sums([json.loads(s) for s in sums]) if self._config.verify else None)
+            self._engine.install(
+                version, add_sums([json.loads(s) for s in sums]) if self._config.verify else None
+            )
         return b""
 
 
 def read_engine(directory: Path) -> list[dict[str, Any]]:
     """Every engine rank's description of its parameters, in rank order."""
-    answers = [json.loads(path.read_text()) for path in directory.glob(STATUS_FILE.format(rank="*"))]
+    answers = [
+        json.loads(path.read_text()) for path in directory.glob(STATUS_FILE.format(rank="*"))
+    ]
     return sorted(answers, key=lambda answer: answer["rank"])
 
 
@@ -173,10 +205,12 @@ def engine_layout(answers: Sequence[dict[str, Any]]) -> ListedLayout:
         for name, start, shape, key, offset, strides in answer["pieces"]:
             piece = Piece(name, tuple(start), tuple(shape), key, offset, tuple(strides))
             pieces.setdefault(key, []).append(piece)
-        ranks.append([
-            LocalTensor(spec["key"], tuple(spec["shape"]), tuple(pieces.get(spec["key"], ())))
-            for spec in answer["tensors"]
-        ])  # fmt: skip
+        ranks.append(
+            [
+                LocalTensor(spec["key"], tuple(spec["shape"]), tuple(pieces.get(spec["key"], ())))
+                for spec in answer["tensors"]
+            ]
+        )
     return ListedLayout(ranks)
 
 
@@ -184,9 +218,14 @@ class _Push:
     """This rank's boxes on their way into every engine rank's shadow."""
 
     def __init__(
-        self, layout: MegatronLayout, rank: int, sources: Sequence[str], target: ListedLayout,
-        answers: Sequence[dict[str, Any]], directory: Path,
-    ) -> None:  # fmt: skip
+        self,
+        layout: MegatronLayout,
+        rank: int,
+        sources: Sequence[str],
+        target: ListedLayout,
+        answers: Sequence[dict[str, Any]],
+        directory: Path,
+    ) -> None:
         n = layout.num_ranks
         world = World(tuple(range(n)), tuple(range(n, n + target.num_ranks)))
         plan = plan_rank(layout, target, rank, world)
@@ -200,7 +239,9 @@ class _Push:
             table = table_of(direct_rows(plan.sends.get(n + engine_rank, ()), keys, index))
             self._parts.append((specs, list(shadow.tensors.values()), table))
             sizes = {spec.key: spec.torch_dtype.itemsize for spec in specs}
-            self.nbytes += sum(p.numel * sizes[p.target.tensor] for p in plan.sends.get(n + engine_rank, ()))
+            self.nbytes += sum(
+                p.numel * sizes[p.target.tensor] for p in plan.sends.get(n + engine_rank, ())
+            )
 
     def write(self, sources: Sequence[torch.Tensor]) -> None:
         for _, targets, table in self._parts:
@@ -213,7 +254,9 @@ class _Push:
         sums = []
         for specs, targets, table in self._parts:
             values = checksum_boxes(sources, targets, table)
-            sums.append({spec.key: value for spec, value in zip(specs, values, strict=True) if value})
+            sums.append(
+                {spec.key: value for spec, value in zip(specs, values, strict=True) if value}
+            )
         return sums
 
 

@@ -1,7 +1,9 @@
-"""Weights across cells: the same training shard, position to position, down the chain of cells in chunks.
+"""Weights across cells: the same training shard, position to position, down the chain of cells in
+chunks.
 
-Every rank receives its shard once and sends it once, whatever the number of cells, so each network port carries one
-shard. While chunk c is on its way to the next cell, chunk c + 1 arrives from the one before.
+Every rank receives its shard once and sends it once, whatever the number of cells, so each network
+port carries one shard. While chunk c is on its way to the next cell, chunk c + 1 arrives from the
+one before.
 """
 
 from __future__ import annotations
@@ -17,20 +19,26 @@ from gyre_megatron.weights.process_groups import CrossCellGroups
 
 
 def chain_broadcast(
-    buffers: Sequence[torch.Tensor], groups: CrossCellGroups, prefix: int, chunk_bytes: int = 32 << 20,
+    buffers: Sequence[torch.Tensor],
+    groups: CrossCellGroups,
+    prefix: int,
+    chunk_bytes: int = 32 << 20,
     timeout_s: float = 120.0,
-) -> int:  # fmt: skip
-    """Overwrite `buffers` in cells 1..prefix-1 with those of cell 0; collective over the prefix at each position.
+) -> int:
+    """Overwrite `buffers` in cells 1..prefix-1 with those of cell 0; collective over the prefix at
+    each position.
 
     Args:
-        buffers: contiguous tensors, the same number, shapes and dtypes at this position of every cell.
+        buffers: contiguous tensors, the same number, shapes and dtypes at this position of every
+            cell.
         chunk_bytes: size of the pieces that are forwarded.
 
     Returns:
         Bytes received (by the core: sent).
 
     Raises:
-        TransferError: a neighbour failed or hung; this cell's buffers may be partly overwritten and must not be
+        TransferError: a neighbour failed or hung; this cell's buffers may be partly overwritten and
+        must not be
             published.
     """
     if prefix == 1:
@@ -55,7 +63,8 @@ def _chunks(buffers: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[torch
     for buffer in buffers:
         if not buffer.is_contiguous():
             raise TransferError(
-                f"a buffer of shape {tuple(buffer.shape)} is not contiguous; pass flat parameter buffers"
+                f"a buffer of shape {tuple(buffer.shape)} is not contiguous; pass flat parameter "
+                "buffers"
             )
         yield from buffer.detach().view(-1).view(torch.uint8).split(chunk_bytes)
 

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints in and out of Megatron modules, shard by shard.
 
-A checkpoint is one more layout: every canonical tensor whole. Loading reads only the slices that a rank holds;
-saving gathers bounded groups of tensors to one rank, which writes them.
+A checkpoint is one more layout: every canonical tensor whole. Loading reads only the slices that a
+rank holds; saving gathers bounded groups of tensors to one rank, which writes them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class CheckpointReader:
                 with safe_open(file, "pt") as opened:
                     self._files |= dict.fromkeys(opened.keys(), file)
         if not self._files:
-            raise CheckpointError(f"{self.path} holds no *.safetensors; give a Hugging Face checkpoint directory")
+            raise CheckpointError(
+                f"{self.path} holds no *.safetensors; give a Hugging Face checkpoint directory"
+            )
 
     @property
     def names(self) -> set[str]:
@@ -61,7 +63,8 @@ class CheckpointReader:
         for piece in pieces:
             if piece.name not in self._files:
                 raise CheckpointError(
-                    f"{self.path} has no tensor {piece.name}, which {piece.tensor} needs; the checkpoint belongs to "
+                    f"{self.path} has no tensor {piece.name}, which {piece.tensor} needs; the "
+                    "checkpoint belongs to "
                     "another architecture"
                 )
             by_file.setdefault(self._files[piece.name], []).append(piece)
@@ -77,7 +80,8 @@ class CheckpointReader:
             s + n > have for s, n, have in zip(piece.start, piece.shape, shape, strict=True)
         ):
             raise CheckpointError(
-                f"{piece.name} has shape {tuple(shape)} in {self.path}, but the architecture needs {piece.box}"
+                f"{piece.name} has shape {tuple(shape)} in {self.path}, but the architecture needs "
+                f"{piece.box}"
             )
         return lazy[tuple(slice(s, s + n) for s, n in zip(piece.start, piece.shape, strict=True))]
 
@@ -89,9 +93,13 @@ def piece_view(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 @torch.no_grad()
 def load_hf_checkpoint(
-    model_chunks: Sequence[torch.nn.Module], architecture: Architecture, place: ParallelRank, path: str | Path
+    model_chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    place: ParallelRank,
+    path: str | Path,
 ) -> int:
-    """Fill this rank's Megatron parameters and persistent buffers from a checkpoint; padding rows become zero.
+    """Fill this rank's Megatron parameters and persistent buffers from a checkpoint; padding rows
+    become zero.
 
     Returns:
         Bytes read.
@@ -113,13 +121,19 @@ def load_hf_checkpoint(
 
 
 def hf_named_tensors(
-    model_chunks: Sequence[torch.nn.Module], architecture: Architecture, place: ParallelRank, transport: Transport,
-    dtype: torch.dtype, leader: int = 0, group_bytes: int = 256 << 20,
-) -> Iterator[dict[str, torch.Tensor]]:  # fmt: skip
-    """Gather the model to process `leader` in groups of whole canonical tensors of about `group_bytes`.
+    model_chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    place: ParallelRank,
+    transport: Transport,
+    dtype: torch.dtype,
+    leader: int = 0,
+    group_bytes: int = 256 << 20,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Gather the model to process `leader` in groups of whole canonical tensors of about
+    `group_bytes`.
 
-    Collective over the cell: every rank must exhaust the iterator. Other ranks receive empty dictionaries. The
-    tensors of a group are reused by nobody and may be kept.
+    Collective over the cell: every rank must exhaust the iterator. Other ranks receive empty
+    dictionaries. The tensors of a group are reused by nobody and may be kept.
     """
     layout = layout_of(architecture, place, model_chunks)
     sources = bind(layout, place.index, model_chunks)
@@ -128,7 +142,9 @@ def hf_named_tensors(
         whole = WholeLayout(group, layout.num_ranks, leader)
         plan = plan_rank(layout, whole, place.index, names=group)
         mine = place.index == leader
-        targets = {n: torch.empty(shape, dtype=wire(n)) for n, shape in group.items()} if mine else {}
+        targets = (
+            {n: torch.empty(shape, dtype=wire(n)) for n, shape in group.items()} if mine else {}
+        )
         Resharder(plan, sources, targets, transport, wire).run()
         yield targets
 
@@ -141,8 +157,11 @@ def wire_dtypes(dtype: torch.dtype) -> WireDtype:
     return lambda name: torch.float32 if name.endswith(FLOAT32_SUFFIXES) else dtype
 
 
-def name_groups(tensors: Mapping[str, Index], wire: WireDtype, group_bytes: int) -> Iterator[dict[str, Index]]:
-    """Cut a list of tensors into consecutive groups of at most `group_bytes` (or one larger tensor)."""
+def name_groups(
+    tensors: Mapping[str, Index], wire: WireDtype, group_bytes: int
+) -> Iterator[dict[str, Index]]:
+    """Cut a list of tensors into consecutive groups of at most `group_bytes` (or one larger
+    tensor)."""
     group: dict[str, Index] = {}
     used = 0
     for name, shape in tensors.items():
@@ -157,10 +176,17 @@ def name_groups(tensors: Mapping[str, Index], wire: WireDtype, group_bytes: int)
 
 
 def save_hf_checkpoint(
-    model_chunks: Sequence[torch.nn.Module], architecture: Architecture, place: ParallelRank, transport: Transport,
-    path: str | Path, template: str | Path, dtype: torch.dtype = torch.bfloat16, shard_bytes: int = 4 << 30,
-) -> None:  # fmt: skip
-    """Write a Hugging Face checkpoint of the model; collective over the cell, written by its rank 0.
+    model_chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    place: ParallelRank,
+    transport: Transport,
+    path: str | Path,
+    template: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    shard_bytes: int = 4 << 30,
+) -> None:
+    """Write a Hugging Face checkpoint of the model; collective over the cell, written by its rank
+    0.
 
     The directory appears whole, by a rename.
 
@@ -185,7 +211,9 @@ def save_hf_checkpoint(
             save_file(group, partial / file, {"format": "pt"})
             weight_map |= dict.fromkeys(group, file)
     if place.index == 0:
-        (partial / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+        (partial / _INDEX).write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
+        )
         for extra in Path(template).iterdir():
             if extra.is_file() and ".safetensors" not in extra.name:
                 shutil.copy2(extra, partial / extra.name)

@@ -1,4 +1,5 @@
-"""Commands to the loader inside one SGLang server, and the order in which an install holds and frees the engine."""
+"""Commands to the loader inside one SGLang server, and the order in which an install holds and
+frees the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.errors import EngineError
 from gyre_megatron.weights.shadow import STATUS_FILE
 
-LOADER = "gyre_megatron.rollout.weight_loader.load"
+LOADER = "gyre_megatron.engines.loader.load"
 """Pass this to SGLang as --custom-weight-loader."""
 
 
@@ -79,7 +80,8 @@ class EngineInstaller:
             return answers
 
     def unlink(self) -> None:
-        """Remove the shadow's files once all have mapped them; the memory lives on with the mappings."""
+        """Remove the shadow's files once all have mapped them; the memory lives on with the
+        mappings."""
         if self.directory is not None:
             for file in self.directory.glob("shadow.*"):
                 file.unlink()
@@ -90,7 +92,9 @@ class EngineInstaller:
             self._finalizer()
             self.directory = None
 
-    def command(self, op: str, weight_version: str | None = None, **arguments: Any) -> list[dict[str, Any]]:
+    def command(
+        self, op: str, weight_version: str | None = None, **arguments: Any
+    ) -> list[dict[str, Any]]:
         """Run one loader command on every rank and collect the answers.
 
         Raises:
@@ -118,7 +122,8 @@ class EngineInstaller:
         answer = json.loads(path.read_text()) if path.is_file() else {}
         if answer.get("serial") != self._serial:
             raise EngineError(
-                f"engine rank {rank} did not run {op}; start the server with --custom-weight-loader {LOADER} and share "
+                f"engine rank {rank} did not run {op}; start the server with "
+                f"--custom-weight-loader {LOADER} and share "
                 f"{self._config.shared_memory_dir} with it"
             )
         if not answer["ok"]:
@@ -161,5 +166,6 @@ class EngineInstaller:
             raise EngineError(f"the engine at {self.url} did not answer {path}: {error}") from error
         if not response.ok:
             raise EngineError(
-                f"the engine at {self.url} refused {path}: HTTP {response.status_code} {response.text[:500]}"
+                f"the engine at {self.url} refused {path}: HTTP {response.status_code} "
+                f"{response.text[:500]}"
             )

@@ -1,8 +1,8 @@
 """Runs a plan: pack -> wire -> install, in buckets, with sending and receiving at the same time.
 
-The sender's thread packs the next bucket while the last one is on the wire; the receiver installs each bucket as
-it arrives. Every process walks its peers in the same rounds (send to p+k, receive from p-k), so no pair waits on
-a third. The result does not depend on the size of the buckets.
+The sender's thread packs the next bucket while the last one is on the wire; the receiver installs
+each bucket as it arrives. Every process walks its peers in the same rounds (send to p+k, receive
+from p-k), so no pair waits on a third. The result does not depend on the size of the buckets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ import torch
 from gyre_megatron.errors import GyreError, TransferError
 from gyre_megatron.ops.boxes import box_checksum, copy_boxes
 from gyre_megatron.weights.planner import Parcel, RankPlan
-from gyre_megatron.weights.tables import Bucket, bucketize, direct_rows, pack_rows, table_of, unpack_rows
+from gyre_megatron.weights.tables import (
+    Bucket,
+    bucketize,
+    direct_rows,
+    pack_rows,
+    table_of,
+    unpack_rows,
+)
 from gyre_megatron.weights.transports.base import Transport
 
 WireDtype = Callable[[str], torch.dtype]
@@ -31,7 +38,8 @@ _TRAILER = 16
 
 @dataclass
 class StageTimes:
-    """Seconds spent in each stage by one process; stages overlap, so they need not add up to the whole."""
+    """Seconds spent in each stage by one process; stages overlap, so they need not add up to the
+    whole."""
 
     pack: float = 0.0
     wire: float = 0.0
@@ -65,13 +73,19 @@ class Resharder:
     """
 
     def __init__(
-        self, plan: RankPlan, sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor],
-        transport: Transport, wire_dtype: WireDtype, verify: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        plan: RankPlan,
+        sources: Mapping[str, torch.Tensor],
+        targets: Mapping[str, torch.Tensor],
+        transport: Transport,
+        wire_dtype: WireDtype,
+        verify: bool = False,
+    ) -> None:
         self._transport, self._verify = transport, verify
         if transport.bucket_bytes < _MIN_BUCKET:
             raise TransferError(
-                f"staging memory leaves {transport.bucket_bytes} bytes for a bucket, {_MIN_BUCKET} are the least; "
+                f"staging memory leaves {transport.bucket_bytes} bytes for a bucket, {_MIN_BUCKET} "
+                "are the least; "
                 "raise weights.staging_mib"
             )
         self._wire_dtype = wire_dtype
@@ -84,16 +98,23 @@ class Resharder:
         self._local_bytes = sum(p.numel * self._item_size(p) for p in plan.local)
         me, n = transport.process, transport.num_processes
         order = range(1, n)
-        self._sends = [self._stream(plan.sends, (me + k) % n, True) for k in order if (me + k) % n in plan.sends]
+        self._sends = [
+            self._stream(plan.sends, (me + k) % n, True)
+            for k in order
+            if (me + k) % n in plan.sends
+        ]
         self._receives = [
-            self._stream(plan.receives, (me - k) % n, False) for k in order if (me - k) % n in plan.receives
+            self._stream(plan.receives, (me - k) % n, False)
+            for k in order
+            if (me - k) % n in plan.receives
         ]
 
     def run(self) -> StageTimes:
         """Move the weights once.
 
         Raises:
-            TransferError: a peer failed, hung or sent damaged data; target tensors may be partly written.
+            TransferError: a peer failed, hung or sent damaged data; target tensors may be partly
+            written.
         """
         times = StageTimes(bytes_local=self._local_bytes)
         failure: list[BaseException] = []
@@ -102,19 +123,27 @@ class Resharder:
         except TransferError:
             self._transport.give_up()
             raise
-        sender = threading.Thread(target=self._guard, args=(self._send_all, times, failure), name="gyre-weights-send")
+        sender = threading.Thread(
+            target=self._guard, args=(self._send_all, times, failure), name="gyre-weights-send"
+        )
         sender.start()
         self._guard(self._receive_all, times, failure)
         sender.join()
         self._transport.finish(failure[0] if failure else None)
         return times
 
-    def _guard(self, stage: Callable[[StageTimes], None], times: StageTimes, failure: list[BaseException]) -> None:
+    def _guard(
+        self, stage: Callable[[StageTimes], None], times: StageTimes, failure: list[BaseException]
+    ) -> None:
         """Run one side; its error stops the other side through the transport."""
         try:
             stage(times)
         except Exception as error:
-            wrapped = error if isinstance(error, GyreError) else TransferError(f"weight transfer failed: {error}")
+            wrapped = (
+                error
+                if isinstance(error, GyreError)
+                else TransferError(f"weight transfer failed: {error}")
+            )
             if wrapped is not error:
                 wrapped.__cause__ = error
             failure.append(wrapped)
@@ -147,7 +176,9 @@ class Resharder:
             self._settle()
         times.install += time.perf_counter() - start
         for stream in self._receives:
-            inbox = self._transport.inbox(stream.peer, [bucket.nbytes + _TRAILER for bucket in stream.buckets])
+            inbox = self._transport.inbox(
+                stream.peer, [bucket.nbytes + _TRAILER for bucket in stream.buckets]
+            )
             for bucket, table in zip(stream.buckets, stream.tables, strict=True):
                 start = time.perf_counter()
                 slot = inbox.slot(bucket.nbytes + _TRAILER)
@@ -163,12 +194,15 @@ class Resharder:
             inbox.close()
 
     def _settle(self) -> None:
-        """Wait for this thread's copies before telling anyone that a buffer may be read or reused."""
+        """Wait for this thread's copies before telling anyone that a buffer may be read or
+        reused."""
         if self._on_device:
             torch.cuda.current_stream().synchronize()
 
     def _stream(self, parcels: Mapping[int, list[Parcel]], peer: int, sending: bool) -> _Stream:
-        stream = _Stream(peer, bucketize(parcels[peer], self._transport.bucket_bytes - _TRAILER, self._item_size))
+        stream = _Stream(
+            peer, bucketize(parcels[peer], self._transport.bucket_bytes - _TRAILER, self._item_size)
+        )
         for bucket in stream.buckets:
             rows = (
                 pack_rows(bucket, self._source_keys, self._place)
@@ -204,4 +238,6 @@ def _seal(slot: torch.Tensor) -> None:
 def _check(slot: torch.Tensor, peer: int) -> None:
     body, trailer = _trailer(slot)
     if trailer.tolist() != [box_checksum(body), body.numel()]:
-        raise TransferError(f"a bucket of {body.numel() * 4} bytes from process {peer} arrived damaged")
+        raise TransferError(
+            f"a bucket of {body.numel() * 4} bytes from process {peer} arrived damaged"
+        )

@@ -1,7 +1,7 @@
 """What a reshard will cost, from two layouts alone: no weights, no devices, no processes.
 
-Used by launch/plan.py. Ranks are planned one by one in forked children, so that each one's time and memory are its
-own, as they would be in a job.
+Used by launch/plan.py. Ranks are planned one by one in forked children, so that each one's time and
+memory are its own, as they would be in a job.
 """
 
 from __future__ import annotations
@@ -49,19 +49,24 @@ def parse_layout(text: str, allowed: Sequence[str]) -> dict[str, int]:
         name = part.strip().rstrip("0123456789")
         digits = part.strip()[len(name) :]
         if name not in allowed or not digits or int(digits) < 1:
-            raise ConfigError(f"{part!r} in layout {text!r} is not one of {', '.join(f'{n}N' for n in allowed)}")
+            raise ConfigError(
+                f"{part!r} in layout {text!r} is not one of {', '.join(f'{n}N' for n in allowed)}"
+            )
         sizes[name] = int(digits)
     return sizes
 
 
 def training_layout(architecture: Architecture, text: str) -> MegatronLayout:
-    """A Megatron layout from text; stages as even as the layers allow, just enough data parallelism for the experts."""
+    """A Megatron layout from text; stages as even as the layers allow, just enough data parallelism
+    for the experts."""
     sizes = parse_layout(text, ("tp", "pp", "vpp", "ep", "etp", "cp", "dp"))
     tp, pp, cp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "cp", "ep"))
     etp = sizes.get("etp", 1 if ep > 1 else tp)
     dp = sizes.get("dp", max(1, ep * etp // (tp * cp)))
     stages = even_stages(architecture.num_layers, pp) if "vpp" not in sizes else None
-    return MegatronLayout(architecture, Parallelism(tp, pp, sizes.get("vpp", 1), cp, dp, ep, etp, stages))
+    return MegatronLayout(
+        architecture, Parallelism(tp, pp, sizes.get("vpp", 1), cp, dp, ep, etp, stages)
+    )
 
 
 def even_stages(num_layers: int, pp: int) -> StageLayers:
@@ -83,10 +88,15 @@ def sample_ranks(num_ranks: int, stride: int) -> list[int]:
 
 
 def forecast(
-    train: MegatronLayout, serve: SglangLayout, rates: Rates, bytes_per_parameter: int = 2, staging_mib: int = 128,
+    train: MegatronLayout,
+    serve: SglangLayout,
+    rates: Rates,
+    bytes_per_parameter: int = 2,
+    staging_mib: int = 128,
     ranks: Sequence[int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Bytes, bound and planning cost of publishing a training cell to the engines on the same devices.
+) -> dict[str, Any]:
+    """Bytes, bound and planning cost of publishing a training cell to the engines on the same
+    devices.
 
     Args:
         ranks: processes to plan; default: the first and last of every pipeline stage.
@@ -96,28 +106,45 @@ def forecast(
     """
     if train.num_ranks % serve.num_ranks:
         raise PlanError(
-            f"engines of {serve.num_ranks} ranks do not tile a training cell of {train.num_ranks}; change --serve tp "
+            f"engines of {serve.num_ranks} ranks do not tile a training cell of {train.num_ranks}; "
+            "change --serve tp "
             "or --train dp"
         )
     engines = ReplicatedLayout(serve, train.num_ranks // serve.num_ranks)
-    picked = sample_ranks(train.num_ranks, train.num_ranks // train.parallelism.pp) if ranks is None else list(ranks)
+    picked = (
+        sample_ranks(train.num_ranks, train.num_ranks // train.parallelism.pp)
+        if ranks is None
+        else list(ranks)
+    )
     plans = [_in_child(train, engines, rank, bytes_per_parameter, rates) for rank in picked]
     tensors = canonical_tensors(train.architecture)
     sizes = {name: prod(shape) for name, shape in tensors.items()}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:10]
     bound = max(plan["bound_seconds"] for plan in plans)
     return dict(
-        params_total=sum(sizes.values()), ranks_train=train.num_ranks, ranks_serve=serve.num_ranks,
-        engines=train.num_ranks // serve.num_ranks, ranks_planned=picked,
-        plan_seconds_max=max(plan["seconds"] for plan in plans), plan_peak_mib=max(plan["peak_mib"] for plan in plans),
-        bytes_out_max=max(plan["bytes_out"] for plan in plans), bytes_in_max=max(plan["bytes_in"] for plan in plans),
-        bytes_local_max=max(plan["bytes_local"] for plan in plans), parcels_max=max(plan["parcels"] for plan in plans),
-        bound_seconds=bound, predicted_seconds=1.5 * bound, staging_mib=staging_mib,
-        largest_tensors=[dict(name=n, shape=tensors[n], bytes=sizes[n] * bytes_per_parameter) for n in largest],
-    )  # fmt: skip
+        params_total=sum(sizes.values()),
+        ranks_train=train.num_ranks,
+        ranks_serve=serve.num_ranks,
+        engines=train.num_ranks // serve.num_ranks,
+        ranks_planned=picked,
+        plan_seconds_max=max(plan["seconds"] for plan in plans),
+        plan_peak_mib=max(plan["peak_mib"] for plan in plans),
+        bytes_out_max=max(plan["bytes_out"] for plan in plans),
+        bytes_in_max=max(plan["bytes_in"] for plan in plans),
+        bytes_local_max=max(plan["bytes_local"] for plan in plans),
+        parcels_max=max(plan["parcels"] for plan in plans),
+        bound_seconds=bound,
+        predicted_seconds=1.5 * bound,
+        staging_mib=staging_mib,
+        largest_tensors=[
+            dict(name=n, shape=tensors[n], bytes=sizes[n] * bytes_per_parameter) for n in largest
+        ],
+    )
 
 
-def _in_child(train: MegatronLayout, engines: ReplicatedLayout, rank: int, size: int, rates: Rates) -> dict[str, Any]:
+def _in_child(
+    train: MegatronLayout, engines: ReplicatedLayout, rank: int, size: int, rates: Rates
+) -> dict[str, Any]:
     """Plan one rank in a forked child and bring back its figures."""
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
@@ -129,14 +156,18 @@ def _in_child(train: MegatronLayout, engines: ReplicatedLayout, rank: int, size:
             raise PlanError(f"planning rank {rank} took longer than {_PLAN_TIMEOUT_S} s")
         result = mine.recv()
     except EOFError as error:
-        raise PlanError(f"planning rank {rank} ended without an answer; its reason is printed above") from error
+        raise PlanError(
+            f"planning rank {rank} ended without an answer; its reason is printed above"
+        ) from error
     finally:
         child.join(5)
         child.kill()
     return result
 
 
-def _plan_one(train: MegatronLayout, engines: ReplicatedLayout, rank: int, size: int, rates: Rates, pipe) -> None:
+def _plan_one(
+    train: MegatronLayout, engines: ReplicatedLayout, rank: int, size: int, rates: Rates, pipe
+) -> None:
     before = _resident_mib()
     start = time.perf_counter()
     plan = plan_rank(train, engines, rank)
@@ -153,12 +184,23 @@ def _plan_one(train: MegatronLayout, engines: ReplicatedLayout, rank: int, size:
             else:
                 far += nbytes
         flows.append((near, far))
-    count = sum(len(p) for side in (plan.sends, plan.receives) for p in side.values()) + len(plan.local)
-    pipe.send(dict(
-        rank=rank, seconds=seconds, peak_mib=peak, bytes_out=sum(flows[0]), bytes_in=sum(flows[1]), parcels=count,
-        bytes_local=size * sum(parcel.numel for parcel in plan.local),
-        bound_seconds=max(max(far / rates.network, near / rates.intra_node) / 1e9 for near, far in flows),
-    ))  # fmt: skip
+    count = sum(len(p) for side in (plan.sends, plan.receives) for p in side.values()) + len(
+        plan.local
+    )
+    pipe.send(
+        dict(
+            rank=rank,
+            seconds=seconds,
+            peak_mib=peak,
+            bytes_out=sum(flows[0]),
+            bytes_in=sum(flows[1]),
+            parcels=count,
+            bytes_local=size * sum(parcel.numel for parcel in plan.local),
+            bound_seconds=max(
+                max(far / rates.network, near / rates.intra_node) / 1e9 for near, far in flows
+            ),
+        )
+    )
     pipe.close()
 
 

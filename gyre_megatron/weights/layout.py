@@ -1,7 +1,9 @@
-"""What a layout answers: which local tensors a rank has, and who holds the parts of a canonical tensor.
+"""What a layout answers: which local tensors a rank has, and who holds the parts of a canonical
+tensor.
 
-Implemented by `MegatronLayout`, `SglangLayout`, `WholeLayout` (a checkpoint, or one process that holds everything)
-and `ListedLayout` (pieces given rank by rank, e.g. read from an engine's real modules).
+Implemented by `MegatronLayout`, `SglangLayout`, `WholeLayout` (a checkpoint, or one process that
+holds everything) and `ListedLayout` (pieces given rank by rank, e.g. read from an engine's real
+modules).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Layout(ABC):
 
     @abstractmethod
     def shards(self, name: str) -> Sequence[Shard]:
-        """Everything that is held of canonical tensor `name`, replicas together; empty if nobody holds it."""
+        """Everything that is held of canonical tensor `name`, replicas together; empty if nobody
+        holds it."""
 
     def pieces(self, rank: int) -> Iterable[Piece]:
         """All pieces of one rank."""
@@ -76,11 +79,15 @@ class ListedLayout(Layout):
                 mine.setdefault(piece.name, []).append(piece)
             for name, pieces in mine.items():
                 by_name.setdefault(name, {}).setdefault(tuple(pieces), []).append(rank)
-        return {name: tuple(Shard(p, tuple(r)) for p, r in held.items()) for name, held in by_name.items()}
+        return {
+            name: tuple(Shard(p, tuple(r)) for p, r in held.items())
+            for name, held in by_name.items()
+        }
 
 
 class WholeLayout(ListedLayout):
-    """Every tensor whole: on rank `owner` of `num_ranks`. Describes a checkpoint or a gathering leader."""
+    """Every tensor whole: on rank `owner` of `num_ranks`. Describes a checkpoint or a gathering
+    leader."""
 
     def __init__(self, tensors: Mapping[str, Index], num_ranks: int = 1, owner: int = 0) -> None:
         local = [whole_tensor(name, shape) for name, shape in tensors.items()]
@@ -88,7 +95,8 @@ class WholeLayout(ListedLayout):
 
 
 class ReplicatedLayout(Layout):
-    """Several equal copies of a layout, e.g. the engines of one cell: rank i is rank i % n of copy i // n."""
+    """Several equal copies of a layout, e.g. the engines of one cell: rank i is rank i % n of copy
+    i // n."""
 
     def __init__(self, base: Layout, copies: int) -> None:
         self._base, self._copies = base, copies
@@ -119,11 +127,20 @@ def check_bound(rank: int, expected: Sequence[LocalTensor], found: Mapping[str, 
     """
     shapes = {tensor.key: tensor.shape for tensor in expected}
     missing, unknown = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
-    wrong = [f"{k}: {found[k]} instead of {shapes[k]}" for k in shapes.keys() & found.keys() if found[k] != shapes[k]]
-    for what, names in (("missing", missing), ("without a place in the layout", unknown), ("of another shape", wrong)):
+    wrong = [
+        f"{k}: {found[k]} instead of {shapes[k]}"
+        for k in shapes.keys() & found.keys()
+        if found[k] != shapes[k]
+    ]
+    for what, names in (
+        ("missing", missing),
+        ("without a place in the layout", unknown),
+        ("of another shape", wrong),
+    ):
         if names:
             raise LayoutError(
-                f"rank {rank}: {len(names)} tensors {what}, first {names[:4]}; the layout's sizes, naming style or "
+                f"rank {rank}: {len(names)} tensors {what}, first {names[:4]}; the layout's sizes, "
+                "naming style or "
                 "architecture do not describe this model"
             )
 

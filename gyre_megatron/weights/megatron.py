@@ -17,7 +17,14 @@ from gyre_megatron.config.model import Architecture
 from gyre_megatron.errors import LayoutError
 from gyre_megatron.weights.boxes import Block, LocalTensor, stack
 from gyre_megatron.weights.canonical import EMBEDDING, FINAL_NORM, OUTPUT, layer_prefix
-from gyre_megatron.weights.layout import Layout, Shard, check_bound, index_by_name, merge_replicas, place_of
+from gyre_megatron.weights.layout import (
+    Layout,
+    Shard,
+    check_bound,
+    index_by_name,
+    merge_replicas,
+    place_of,
+)
 from gyre_megatron.weights.megatron_names import LayerBlocks, MegatronStyle
 from gyre_megatron.weights.parallel import Parallelism, ParallelRank
 
@@ -28,7 +35,10 @@ class MegatronLayout(Layout):
     """The training layout of one cell."""
 
     def __init__(
-        self, architecture: Architecture, parallelism: Parallelism, style: MegatronStyle | None = None
+        self,
+        architecture: Architecture,
+        parallelism: Parallelism,
+        style: MegatronStyle | None = None,
     ) -> None:
         self.architecture, self.parallelism = architecture, parallelism
         self.style = style or MegatronStyle()
@@ -39,12 +49,16 @@ class MegatronLayout(Layout):
             for chunk, layers in enumerate(chunks)
             for index, layer in enumerate(layers)
         }
-        self._dense, self._experts = lru_cache(None)(self._build_dense), lru_cache(None)(self._build_experts)
+        self._dense, self._experts = (
+            lru_cache(None)(self._build_dense),
+            lru_cache(None)(self._build_experts),
+        )
         self._outer = lru_cache(None)(self._build_outer)
         self._by_name = lru_cache(None)(index_by_name)
 
     def digest(self) -> str:
-        """A short hash of what all ranks must agree on; the style is each rank's own (a stage may have no experts)."""
+        """A short hash of what all ranks must agree on; the style is each rank's own (a stage may
+        have no experts)."""
         state = repr((self.architecture.model_dump_json(), self.parallelism))
         return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
 
@@ -58,10 +72,15 @@ class MegatronLayout(Layout):
         return tensors
 
     def layers(self, stage: int) -> list[int]:
-        """Global numbers of a stage's layers; the last stage also has the multi-token-prediction layers."""
+        """Global numbers of a stage's layers; the last stage also has the multi-token-prediction
+        layers."""
         layers = [layer for layer, (where, _, _) in self._place.items() if where == stage]
         first_mtp = self.architecture.num_layers
-        mtp = range(first_mtp, first_mtp + self.architecture.num_mtp_layers) if self._is_last(stage) else ()
+        mtp = (
+            range(first_mtp, first_mtp + self.architecture.num_mtp_layers)
+            if self._is_last(stage)
+            else ()
+        )
         return [*layers, *mtp]
 
     def shards(self, name: str) -> Sequence[Shard]:
@@ -73,7 +92,10 @@ class MegatronLayout(Layout):
         stage = self._place[layer][0] if layer in self._place else p.pp - 1
         base, inner = stage * p.tp * p.cp * p.dp, p.tp * p.cp * p.dp
         if expert is None:
-            found = ((self._by_name(self._dense(layer, t)).get(name), range(t, inner, p.tp)) for t in range(p.tp))
+            found = (
+                (self._by_name(self._dense(layer, t)).get(name), range(t, inner, p.tp))
+                for t in range(p.tp)
+            )
         else:
             assert self.architecture.moe is not None
             ep_rank = expert // (self.architecture.moe.num_experts // p.ep)
@@ -85,14 +107,19 @@ class MegatronLayout(Layout):
                 )
                 for t in range(p.expert_tp)
             )
-        return merge_replicas((pieces, [base + r for r in ranks]) for pieces, ranks in found if pieces)
+        return merge_replicas(
+            (pieces, [base + r for r in ranks]) for pieces, ranks in found if pieces
+        )
 
     def _outer_shards(self, name: str) -> Sequence[Shard]:
         p = self.parallelism
         inner = p.tp * p.cp * p.dp
         stages = dict.fromkeys((0, p.pp - 1))
         found = (
-            (self._by_name(self._outer(stage, t)).get(name), [stage * inner + r for r in range(t, inner, p.tp)])
+            (
+                self._by_name(self._outer(stage, t)).get(name),
+                [stage * inner + r for r in range(t, inner, p.tp)],
+            )
             for stage in stages
             for t in range(p.tp)
         )
@@ -115,7 +142,10 @@ class MegatronLayout(Layout):
         return tuple(tensors)
 
     def _build_experts(self, layer: int, ep_rank: int, etp_rank: int) -> tuple[LocalTensor, ...]:
-        blocks, p = LayerBlocks(self.architecture, self.style, self._prefix(layer), layer), self.parallelism
+        blocks, p = (
+            LayerBlocks(self.architecture, self.style, self._prefix(layer), layer),
+            self.parallelism,
+        )
         return tuple(blocks.experts(p.ep, ep_rank, p.expert_tp, etp_rank))
 
     def _mtp_head(self, layer: int, tp_rank: int) -> list[LocalTensor]:
@@ -123,7 +153,11 @@ class MegatronLayout(Layout):
         hidden, tp = self.architecture.hidden_size, self.parallelism.tp
         names = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
         norms = [
-            stack(f"{prefix}{mine}.weight", (hidden,), [Block(f"{hf}{theirs}.weight", (0,), (hidden,))])
+            stack(
+                f"{prefix}{mine}.weight",
+                (hidden,),
+                [Block(f"{hf}{theirs}.weight", (0,), (hidden,))],
+            )
             for mine, theirs in names.items()
         ]
         rows = hidden // tp
@@ -135,25 +169,44 @@ class MegatronLayout(Layout):
         tensors = []
         has_mtp = self._is_last(stage) and arch.num_mtp_layers > 0
         if stage == 0:
-            tensors.append(self._vocab("0.embedding.word_embeddings.weight", EMBEDDING, tp_rank, True))
-        if has_mtp and (stage > 0 or last_chunk > 0):  # Megatron keeps a second copy beside the MTP layers
-            tensors.append(self._vocab(f"{last_chunk}.embedding.word_embeddings.weight", EMBEDDING, tp_rank, False))
+            tensors.append(
+                self._vocab("0.embedding.word_embeddings.weight", EMBEDDING, tp_rank, True)
+            )
+        if has_mtp and (
+            stage > 0 or last_chunk > 0
+        ):  # Megatron keeps a second copy beside the MTP layers
+            tensors.append(
+                self._vocab(
+                    f"{last_chunk}.embedding.word_embeddings.weight", EMBEDDING, tp_rank, False
+                )
+            )
         if self._is_last(stage):
             norm = Block(FINAL_NORM, (0,), (arch.hidden_size,))
-            tensors.append(stack(f"{last_chunk}.decoder.final_layernorm.weight", (arch.hidden_size,), [norm]))
+            tensors.append(
+                stack(f"{last_chunk}.decoder.final_layernorm.weight", (arch.hidden_size,), [norm])
+            )
             tied = arch.tie_word_embeddings
             if not tied:
-                tensors.append(self._vocab(f"{last_chunk}.output_layer.weight", OUTPUT, tp_rank, True))
+                tensors.append(
+                    self._vocab(f"{last_chunk}.output_layer.weight", OUTPUT, tp_rank, True)
+                )
             elif not has_mtp and (stage > 0 or last_chunk > 0):
-                tensors.append(self._vocab(f"{last_chunk}.output_layer.weight", EMBEDDING, tp_rank, False))
+                tensors.append(
+                    self._vocab(f"{last_chunk}.output_layer.weight", EMBEDDING, tp_rank, False)
+                )
         return tuple(tensors)
 
     def _vocab(self, key: str, name: str, tp_rank: int, source: bool) -> LocalTensor:
-        vocab, hidden, tp = self.architecture.vocab_size, self.architecture.hidden_size, self.parallelism.tp
+        vocab, hidden, tp = (
+            self.architecture.vocab_size,
+            self.architecture.hidden_size,
+            self.parallelism.tp,
+        )
         total = self.style.padded_vocab_size or vocab
         if total % tp or total < vocab:
             raise LayoutError(
-                f"{key}: {total} rows cannot hold {vocab} tokens over tp={tp}; set padded_vocab_size to the padded "
+                f"{key}: {total} rows cannot hold {vocab} tokens over tp={tp}; set "
+                "padded_vocab_size to the padded "
                 "vocabulary that the model was built with"
             )
         rows = total // tp
@@ -164,7 +217,8 @@ class MegatronLayout(Layout):
 
 
 def named_tensors(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a rank's model chunks as `"<chunk>.<parameter name>"`, wrappers (DDP, Float16Module) removed."""
+    """The weights of a rank's model chunks as `"<chunk>.<parameter name>"`, wrappers (DDP,
+    Float16Module) removed."""
     for index, chunk in enumerate(model_chunks):
         module = _unwrap(chunk)
         for name, parameter in module.named_parameters():
@@ -183,10 +237,14 @@ def detect_style(model_chunks: Sequence[torch.nn.Module]) -> MegatronStyle:
         experts = "grouped"
     elif any(".mlp.experts.linear_fc1.weight" in n for n in names):
         experts = "te_grouped"
-    return MegatronStyle(experts=experts, fused_norms=any(n.endswith("layer_norm_weight") for n in names))
+    return MegatronStyle(
+        experts=experts, fused_norms=any(n.endswith("layer_norm_weight") for n in names)
+    )
 
 
-def bind(layout: MegatronLayout, rank: int, model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+def bind(
+    layout: MegatronLayout, rank: int, model_chunks: Sequence[torch.nn.Module]
+) -> dict[str, torch.Tensor]:
     """Match the layout's description of `rank` with its real modules.
 
     Returns:
@@ -197,14 +255,18 @@ def bind(layout: MegatronLayout, rank: int, model_chunks: Sequence[torch.nn.Modu
     """
     tensors = dict(named_tensors(model_chunks))
     check_bound(rank, layout.tensors(rank), {key: tuple(t.shape) for key, t in tensors.items()})
-    expected = {f"{layout._prefix(layer)}": layer for layer in layout.layers(layout.parallelism.rank(rank).pp_rank)}
+    expected = {
+        f"{layout._prefix(layer)}": layer
+        for layer in layout.layers(layout.parallelism.rank(rank).pp_rank)
+    }
     for index, chunk in enumerate(model_chunks):
         for name, module in _unwrap(chunk).named_modules():
             layer = expected.get(f"{index}.{name}.")
             number = getattr(module, "layer_number", None)
             if layer is not None and layer < layout.architecture.num_layers and number != layer + 1:
                 raise LayoutError(
-                    f"rank {rank}: chunk {index} {name} is layer {number}, but the layout expects layer {layer + 1}; "
+                    f"rank {rank}: chunk {index} {name} is layer {number}, but the layout expects "
+                    f"layer {layer + 1}; "
                     "pass the model's own stage_layers"
                 )
     return tensors
@@ -222,7 +284,9 @@ def layout_of(
 
 def _padded_vocab(model_chunks: Sequence[torch.nn.Module], tp: int) -> int | None:
     ends = ("embedding.word_embeddings.weight", "output_layer.weight")
-    return next((t.shape[0] * tp for key, t in named_tensors(model_chunks) if key.endswith(ends)), None)
+    return next(
+        (t.shape[0] * tp for key, t in named_tensors(model_chunks) if key.endswith(ends)), None
+    )
 
 
 def _unwrap(module: torch.nn.Module) -> torch.nn.Module:

@@ -1,7 +1,7 @@
 """Megatron's rank arithmetic: which shard of the model a rank of a cell holds.
 
-Pure numbers, no process groups: a planner on one rank must know the place of every other rank. The order is
-Megatron-Core's default `tp-cp-ep-dp-pp` (attention) and `etp-ep-edp-pp` (experts).
+Pure numbers, no process groups: a planner on one rank must know the place of every other rank. The
+order is Megatron-Core's default `tp-cp-ep-dp-pp` (attention) and `etp-ep-edp-pp` (experts).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Parallelism:
             raise LayoutError(f"parallel sizes must be at least 1, found {sizes}, etp={self.etp}")
         if (self.tp * self.cp * self.dp) % (self.expert_tp * self.ep):
             raise LayoutError(
-                f"tp*cp*dp = {self.tp * self.cp * self.dp} is not a multiple of etp*ep = {self.expert_tp * self.ep}"
+                f"tp*cp*dp = {self.tp * self.cp * self.dp} is not a multiple of etp*ep = "
+                f"{self.expert_tp * self.ep}"
             )
 
     @property
@@ -54,14 +55,16 @@ class Parallelism:
         """The layers of every stage and chunk.
 
         Raises:
-            LayoutError: the layers do not divide evenly and no `stage_layers` were given, or these do not list
+            LayoutError: the layers do not divide evenly and no `stage_layers` were given, or these
+            do not list
                 every layer exactly once.
         """
         if self.stage_layers is None:
             chunks = self.pp * self.vpp
             if num_layers % chunks:
                 raise LayoutError(
-                    f"{num_layers} layers do not divide over pp={self.pp} x vpp={self.vpp}; give stage_layers"
+                    f"{num_layers} layers do not divide over pp={self.pp} x vpp={self.vpp}; give "
+                    "stage_layers"
                 )
             per = num_layers // chunks
             first = [[(v * self.pp + p) * per for v in range(self.vpp)] for p in range(self.pp)]
@@ -69,7 +72,8 @@ class Parallelism:
         listed = sorted(layer for stage in self.stage_layers for chunk in stage for layer in chunk)
         if listed != list(range(num_layers)) or len(self.stage_layers) != self.pp:
             raise LayoutError(
-                f"stage_layers must list layers 0..{num_layers - 1} once over {self.pp} stages, found {listed}"
+                f"stage_layers must list layers 0..{num_layers - 1} once over {self.pp} stages, "
+                f"found {listed}"
             )
         return self.stage_layers
 
@@ -81,10 +85,21 @@ class Parallelism:
         inner = index % (self.tp * self.cp * self.dp)
         etp, inner = inner % self.expert_tp, inner // self.expert_tp
         return ParallelRank(
-            tp=self.tp, tp_rank=tp, pp=self.pp, pp_rank=pp, vpp=self.vpp, cp=self.cp, cp_rank=cp, dp=self.dp,
-            dp_rank=dp, ep=self.ep, ep_rank=inner % self.ep, etp=self.expert_tp, etp_rank=etp,
+            tp=self.tp,
+            tp_rank=tp,
+            pp=self.pp,
+            pp_rank=pp,
+            vpp=self.vpp,
+            cp=self.cp,
+            cp_rank=cp,
+            dp=self.dp,
+            dp_rank=dp,
+            ep=self.ep,
+            ep_rank=inner % self.ep,
+            etp=self.expert_tp,
+            etp_rank=etp,
             stage_layers=self.stage_layers,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -108,12 +123,16 @@ class ParallelRank:
 
     @property
     def parallelism(self) -> Parallelism:
-        return Parallelism(self.tp, self.pp, self.vpp, self.cp, self.dp, self.ep, self.etp, self.stage_layers)
+        return Parallelism(
+            self.tp, self.pp, self.vpp, self.cp, self.dp, self.ep, self.etp, self.stage_layers
+        )
 
     @property
     def index(self) -> int:
         """This rank's number inside the cell."""
-        return self.tp_rank + self.tp * (self.cp_rank + self.cp * (self.dp_rank + self.dp * self.pp_rank))
+        return self.tp_rank + self.tp * (
+            self.cp_rank + self.cp * (self.dp_rank + self.dp * self.pp_rank)
+        )
 
     @property
     def expert_index(self) -> int:

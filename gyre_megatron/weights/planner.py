@@ -1,7 +1,9 @@
-"""Who sends which box to whom: pure intersection of two layouts, local to one rank, without communication.
+"""Who sends which box to whom: pure intersection of two layouts, local to one rank, without
+communication.
 
-Invariant: every element of every destination piece is written exactly once, or the plan is refused by name.
-Both ends of a pair compute the same list of parcels in the same order, so a packed stream needs no headers.
+Invariant: every element of every destination piece is written exactly once, or the plan is refused
+by name. Both ends of a pair compute the same list of parcels in the same order, so a packed stream
+needs no headers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from gyre_megatron.weights.layout import Layout, Shard
 
 
 class Parcel(NamedTuple):
-    """One box on its way: read it from `source` (a piece of the sending rank), write it to `target`."""
+    """One box on its way: read it from `source` (a piece of the sending rank), write it to
+    `target`."""
 
     box: Box
     source: Piece
@@ -32,7 +35,8 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does in a reshard: it sends, receives and copies locally, each list in stream order."""
+    """What one rank does in a reshard: it sends, receives and copies locally, each list in stream
+    order."""
 
     rank: int
     sends: dict[int, list[Parcel]] = field(default_factory=dict)
@@ -44,8 +48,8 @@ class RankPlan:
 class World:
     """How the two layouts' ranks map to processes.
 
-    Source rank i is process `sources[i]`, destination rank i is process `targets[i]`. A process that is both keeps
-    its own boxes by a local copy.
+    Source rank i is process `sources[i]`, destination rank i is process `targets[i]`. A process
+    that is both keeps its own boxes by a local copy.
     """
 
     sources: tuple[int, ...]
@@ -58,7 +62,11 @@ class World:
 
 
 def plan_rank(
-    source: Layout, target: Layout, process: int, world: World | None = None, names: Iterable[str] | None = None
+    source: Layout,
+    target: Layout,
+    process: int,
+    world: World | None = None,
+    names: Iterable[str] | None = None,
 ) -> RankPlan:
     """Plan one process's part of moving `target`'s tensors out of `source`.
 
@@ -68,7 +76,8 @@ def plan_rank(
         names: restrict the plan to these canonical tensors (all processes must pass the same set).
 
     Raises:
-        PlanError: a destination element has no source, or a destination tensor no source tensor; named.
+        PlanError: a destination element has no source, or a destination tensor no source tensor;
+        named.
     """
     world = world or World.colocated(source, target)
     wanted = None if names is None else set(names)
@@ -94,11 +103,17 @@ def plan_rank(
 
 
 def _routes(
-    name: str, sources: Sequence[Shard], targets: Sequence[Shard], world: World, only: set[int] | None
+    name: str,
+    sources: Sequence[Shard],
+    targets: Sequence[Shard],
+    world: World,
+    only: set[int] | None,
 ) -> Iterator[tuple[int, int, Parcel]]:
-    """(source rank, target rank, parcel) of one tensor: boxes are met once per group of replicas, then dealt out.
+    """(source rank, target rank, parcel) of one tensor: boxes are met once per group of replicas,
+    then dealt out.
 
-    A process reads what it holds itself; otherwise replicas of a shard take turns, by destination rank.
+    A process reads what it holds itself; otherwise replicas of a shard take turns, by destination
+    rank.
     """
     spread = zlib.crc32(name.encode())
     own = [{world.sources[rank]: rank for rank in shard.ranks} for shard in sources]
@@ -114,7 +129,9 @@ def _routes(
                 yield own[index].get(process, holders[(spread + rank) % len(holders)]), rank, parcel
 
 
-def _cover(name: str, piece: Piece, rank: int, sources: Sequence[Shard]) -> Iterator[tuple[int, Parcel]]:
+def _cover(
+    name: str, piece: Piece, rank: int, sources: Sequence[Shard]
+) -> Iterator[tuple[int, Parcel]]:
     """(source shard, parcel) that together make up `piece` exactly once."""
     missing = [piece.box]
     for index, (pieces, _) in enumerate(sources):
@@ -133,9 +150,14 @@ def _cover(name: str, piece: Piece, rank: int, sources: Sequence[Shard]) -> Iter
                 rest += subtract(box, common)
             missing = rest
     if missing:
-        reason = "no rank of the source layout holds it" if not sources else f"{missing[0]} is held by nobody"
+        reason = (
+            "no rank of the source layout holds it"
+            if not sources
+            else f"{missing[0]} is held by nobody"
+        )
         raise PlanError(
-            f"{name} -> {piece.tensor} on destination rank {rank}: {reason}; both layouts must describe the same model"
+            f"{name} -> {piece.tensor} on destination rank {rank}: {reason}; both layouts must "
+            "describe the same model"
         )
 
 
@@ -149,22 +171,29 @@ def check_coverage(target: Layout, rank: int, parcels: Iterable[Parcel]) -> None
     for parcel in parcels:
         for box in written.setdefault(parcel.target, []):
             if intersect(box, parcel.box) is not None:
-                raise PlanError(f"{parcel.target.name}: {parcel.box} of {parcel.target.tensor} is written twice")
+                raise PlanError(
+                    f"{parcel.target.name}: {parcel.box} of {parcel.target.tensor} is written twice"
+                )
         written[parcel.target].append(parcel.box)
     for piece in target.pieces(rank):
         covered = sum(box.numel for box in written.pop(piece, []))
         if covered != piece.numel:
             raise PlanError(
-                f"{piece.name}: {piece.numel - covered} of {piece.numel} elements of {piece.tensor} on rank {rank} "
+                f"{piece.name}: {piece.numel - covered} of {piece.numel} elements of "
+                f"{piece.tensor} on rank {rank} "
                 "would not be written"
             )
     if written:
         extra = next(iter(written))
-        raise PlanError(f"{extra.name}: the plan writes {extra.tensor}, which destination rank {rank} does not have")
+        raise PlanError(
+            f"{extra.name}: the plan writes {extra.tensor}, which destination rank {rank} does not "
+            "have"
+        )
 
 
 def plan_digest(source: Layout, target: Layout, epoch: int, dtypes: Sequence[str]) -> str:
-    """The key under which ranks may use one plan together: it changes with layouts, dtypes and membership epoch.
+    """The key under which ranks may use one plan together: it changes with layouts, dtypes and
+    membership epoch.
 
     Plans hold no addresses: tensors are looked up by key for every run.
     """

@@ -2,8 +2,8 @@
 
 A cell is its own `torch.distributed` world, so Megatron sees only the cell. Everything that crosses
 cells (gradients to the core, weights down the chain) uses groups made here once at start: for every
-membership prefix of cells 0..k-1 and every position inside a cell, one group. Cells join training in a
-fixed order, so no other memberships exist and no communicator is ever created during a run.
+membership prefix of cells 0..k-1 and every position inside a cell, one group. Cells join training
+in a fixed order, so no other memberships exist and no communicator is ever created during a run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from gyre_megatron.errors import CellError, LayoutError
 
 @dataclass(frozen=True)
 class CellTopology:
-    """How the ranks of a job are grouped into equal cells: rank r is position r % ranks_per_cell of its cell."""
+    """How the ranks of a job are grouped into equal cells: rank r is position r % ranks_per_cell of
+    its cell."""
 
     world_size: int
     num_cells: int
@@ -28,7 +29,8 @@ class CellTopology:
     def __post_init__(self) -> None:
         if self.num_cells < 1 or self.world_size % self.num_cells:
             raise LayoutError(
-                f"{self.world_size} ranks cannot be divided into {self.num_cells} equal cells; start torchrun with a "
+                f"{self.world_size} ranks cannot be divided into {self.num_cells} equal cells; "
+                "start torchrun with a "
                 f"multiple of {self.num_cells} processes, or change cluster.num_cells"
             )
 
@@ -67,17 +69,22 @@ def make_group(store: dist.Store, name: str, rank: int, size: int, timeout: time
 class CrossCellGroups:
     """The groups of one rank: its position in every prefix of cells that contains its own cell."""
 
-    def __init__(self, store: dist.Store, topology: CellTopology, rank: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, topology: CellTopology, rank: int, timeout: timedelta
+    ) -> None:
         self.topology = topology
         self.cell = topology.cell_of(rank)
         self.position = topology.position_of(rank)
         self._groups = {
-            prefix: make_group(store, f"gyre/prefix{prefix}/position{self.position}", self.cell, prefix, timeout)
+            prefix: make_group(
+                store, f"gyre/prefix{prefix}/position{self.position}", self.cell, prefix, timeout
+            )
             for prefix in range(max(2, self.cell + 1), topology.num_cells + 1)
         }
 
     def reduce_to_core(self, tensor: torch.Tensor, prefix: int) -> None:
-        """Sum `tensor` (contiguous, same shape at this position of every cell < prefix) into the core cell's copy."""
+        """Sum `tensor` (contiguous, same shape at this position of every cell < prefix) into the
+        core cell's copy."""
         if prefix == 1:
             return
         options = dist.ReduceOptions()
@@ -85,7 +92,8 @@ class CrossCellGroups:
         self._wait(self._group(prefix).reduce([tensor], options), "reduction to the core", prefix)
 
     def group(self, prefix: int) -> RawGroup:
-        """The raw group of cells 0..prefix-1 at this position, for transports that send and receive themselves."""
+        """The raw group of cells 0..prefix-1 at this position, for transports that send and receive
+        themselves."""
         return self._group(prefix)
 
     def _group(self, prefix: int) -> RawGroup:
@@ -97,4 +105,6 @@ class CrossCellGroups:
         try:
             work.wait()
         except RuntimeError as error:
-            raise CellError(f"{what} over cells 0..{prefix - 1} failed at position {self.position}: {error}") from error
+            raise CellError(
+                f"{what} over cells 0..{prefix - 1} failed at position {self.position}: {error}"
+            ) from error

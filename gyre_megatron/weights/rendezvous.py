@@ -1,4 +1,5 @@
-"""Small agreements between the processes of a swap over a torch.distributed store: exchange, vote, announce."""
+"""Small agreements between the processes of a swap over a torch.distributed store: exchange, vote,
+announce."""
 
 from __future__ import annotations
 
@@ -15,14 +16,23 @@ _KEPT_KEYS = 16
 
 
 class Rendezvous:
-    """Exchanges among `num_processes`, grouped in numbered undertakings that every process starts alike.
+    """Exchanges among `num_processes`, grouped in numbered undertakings that every process starts
+    alike.
 
-    Inside an undertaking all call the same methods in the same order. One that fell behind or gave up earlier than the
-    others is back in step with the next `start`. A process that does not answer within `timeout_s` counts as failed.
+    Inside an undertaking all call the same methods in the same order. One that fell behind or gave
+    up earlier than the others is back in step with the next `start`. A process that does not answer
+    within `timeout_s` counts as failed.
     """
 
-    def __init__(self, store: dist.Store, process: int, num_processes: int, timeout_s: float) -> None:
-        self.store, self.process, self.num_processes, self.timeout_s = store, process, num_processes, timeout_s
+    def __init__(
+        self, store: dist.Store, process: int, num_processes: int, timeout_s: float
+    ) -> None:
+        self.store, self.process, self.num_processes, self.timeout_s = (
+            store,
+            process,
+            num_processes,
+            timeout_s,
+        )
         self._undertaking, self._round = 0, 0
         self._set: deque[str] = deque()
 
@@ -57,7 +67,15 @@ class Rendezvous:
         """
         verdicts = self.exchange(b"" if failure is None else repr(failure).encode()[:500])
         silent = [p for p, verdict in enumerate(verdicts) if verdict is None]
-        failed = {p: verdict.decode(errors="replace") for p, verdict in enumerate(verdicts) if verdict}
+        failed = {
+            p: verdict.decode(errors="replace") for p, verdict in enumerate(verdicts) if verdict
+        }
         if silent or failed:
-            why = f"processes {silent} did not answer in {self.timeout_s} s" if silent else f"failures: {failed}"
-            raise TransferError(f"{what} was given up: {why}; the previous weights stay in place") from failure
+            why = (
+                f"processes {silent} did not answer in {self.timeout_s} s"
+                if silent
+                else f"failures: {failed}"
+            )
+            raise TransferError(
+                f"{what} was given up: {why}; the previous weights stay in place"
+            ) from failure

@@ -1,10 +1,11 @@
 """SGLang's serving layout written down, for planning where no engine runs.
 
-A live engine's geometry is probed instead (`rollout.weight_probe`); tests hold this map against the probe of SGLang
-0.5.23's own modules for every family. Facts: q, k and v are fused per rank and key/value heads are replicated where
-there are more ranks than heads; gate and up are fused; experts are stacked per rank, expert-parallel groups being
-consecutive ranks; with attention data parallelism the embedding follows the attention ranks and the output layer all
-ranks; vocabulary rows are padded to a multiple of 64 (or of the ranks, if larger).
+A live engine's geometry is probed instead (`rollout.weight_probe`); tests hold this map against the
+probe of SGLang 0.5.23's own modules for every family. Facts: q, k and v are fused per rank and
+key/value heads are replicated where there are more ranks than heads; gate and up are fused; experts
+are stacked per rank, expert-parallel groups being consecutive ranks; with attention data
+parallelism the embedding follows the attention ranks and the output layer all ranks; vocabulary
+rows are padded to a multiple of 64 (or of the ranks, if larger).
 """
 
 from __future__ import annotations
@@ -38,13 +39,21 @@ class SglangLayout(Layout):
         attention_dp: groups of ranks that each serve their own requests' attention.
     """
 
-    def __init__(self, architecture: Architecture, tp: int, ep: int = 1, attention_dp: int = 1) -> None:
+    def __init__(
+        self, architecture: Architecture, tp: int, ep: int = 1, attention_dp: int = 1
+    ) -> None:
         if tp % ep or tp % attention_dp:
             raise LayoutError(f"ep={ep} and attention_dp={attention_dp} must divide tp={tp}")
         self.architecture, self.tp, self.ep = architecture, tp, ep
         self.attention_tp, self.num_ranks = tp // attention_dp, tp
-        self._dense, self._experts = lru_cache(None)(self._build_dense), lru_cache(None)(self._build_experts)
-        self._outer, self._by_name = lru_cache(None)(self._build_outer), lru_cache(None)(index_by_name)
+        self._dense, self._experts = (
+            lru_cache(None)(self._build_dense),
+            lru_cache(None)(self._build_experts),
+        )
+        self._outer, self._by_name = (
+            lru_cache(None)(self._build_outer),
+            lru_cache(None)(index_by_name),
+        )
 
     def tensors(self, rank: int) -> Sequence[LocalTensor]:
         tensors = list(self._outer(rank))
@@ -72,32 +81,39 @@ class SglangLayout(Layout):
         size = self.tp // self.ep
         return range(group * size, (group + 1) * size)
 
-    # -- shapes of shards -------------------------------------------------------------------------------------
+    # -- shapes of shards
+    # -------------------------------------------------------------------------------------
 
     def _cut(self, size: int, ranks: int, rank: int, what: str) -> tuple[int, int]:
         if size % ranks:
             raise LayoutError(f"{what} of size {size} does not divide over {ranks} engine ranks")
         return rank * (size // ranks), size // ranks
 
-    def _rows(self, key: str, parts: Sequence[tuple[str, int]], columns: int, ranks: int, rank: int) -> LocalTensor:
+    def _rows(
+        self, key: str, parts: Sequence[tuple[str, int]], columns: int, ranks: int, rank: int
+    ) -> LocalTensor:
         """Row shards of several matrices, fused."""
         cuts = [(name, *self._cut(size, ranks, rank, name)) for name, size in parts]
         blocks = [Block(name, (start, 0), (length, columns)) for name, start, length in cuts]
         return stack(key, (sum(length for _, _, length in cuts), columns), blocks)
 
-    def _columns(self, key: str, name: str, rows: int, columns: int, ranks: int, rank: int) -> LocalTensor:
+    def _columns(
+        self, key: str, name: str, rows: int, columns: int, ranks: int, rank: int
+    ) -> LocalTensor:
         start, length = self._cut(columns, ranks, rank, name)
         return stack(key, (rows, length), [Block(name, (0, start), (rows, length))])
 
     def _whole(self, key: str, name: str, shape: Index) -> LocalTensor:
         return stack(key, shape, [Block(name, (0,) * len(shape), shape)])
 
-    # -- modules ----------------------------------------------------------------------------------------------
+    # -- modules ---------------------------------------------------
 
     def _build_outer(self, rank: int) -> tuple[LocalTensor, ...]:
         arch = self.architecture
         tensors = [
-            self._vocab("model.embed_tokens.weight", EMBEDDING, self.attention_tp, rank % self.attention_tp),
+            self._vocab(
+                "model.embed_tokens.weight", EMBEDDING, self.attention_tp, rank % self.attention_tp
+            ),
             self._whole("model.norm.weight", FINAL_NORM, (arch.hidden_size,)),
         ]
         if not arch.tie_word_embeddings:
@@ -110,7 +126,9 @@ class SglangLayout(Layout):
         rows = -(-vocab // step) * step // ranks
         start, stop = min(rank * rows, vocab), min((rank + 1) * rows, vocab)
         blocks = [Block(name, (start, 0), (stop - start, hidden))] if stop > start else []
-        return stack(key, (rows, hidden), [*blocks, Block(None, (), (rows - (stop - start), hidden))])
+        return stack(
+            key, (rows, hidden), [*blocks, Block(None, (), (rows - (stop - start), hidden))]
+        )
 
     def _build_dense(self, layer: int, rank: int) -> tuple[LocalTensor, ...]:
         arch, hf = self.architecture, layer_prefix(layer)
@@ -123,7 +141,9 @@ class SglangLayout(Layout):
         elif arch.mla is not None:
             attention = self._mla(hf + "self_attn.", rank % self.attention_tp)
         else:
-            key = hf if arch.gdn is not None else hf + "self_attn."  # Qwen3-Next names it without the module
+            key = (
+                hf if arch.gdn is not None else hf + "self_attn."
+            )  # Qwen3-Next names it without the module
             attention = self._attention(key, hf + "self_attn.", rank % self.attention_tp)
         if arch.is_moe_layer(layer):
             return (*norms, *attention, *self._moe(layer, rank))
@@ -134,35 +154,55 @@ class SglangLayout(Layout):
         parts = [(f"{hf}{n}_proj.weight", width) for n in ("gate", "up")]
         return [
             self._rows(hf + "gate_up_proj.weight", parts, hidden, self.tp, rank),
-            self._columns(hf + "down_proj.weight", hf + "down_proj.weight", hidden, width, self.tp, rank),
+            self._columns(
+                hf + "down_proj.weight", hf + "down_proj.weight", hidden, width, self.tp, rank
+            ),
         ]
 
     def _attention(self, key: str, hf: str, rank: int) -> list[LocalTensor]:
-        arch, hidden, head = self.architecture, self.architecture.hidden_size, self.architecture.head_dim
+        arch, hidden, head = (
+            self.architecture,
+            self.architecture.hidden_size,
+            self.architecture.head_dim,
+        )
         tp, heads, groups = self.attention_tp, arch.num_attention_heads, arch.num_key_value_heads
         queries = heads * head * (2 if arch.attention_output_gate else 1)
         start, length = self._cut(queries, tp, rank, hf + "q_proj")
         replicas = max(1, tp // groups)
         first, count = self._cut(groups, min(tp, groups), rank // replicas, hf + "k_proj")
         blocks = [Block(hf + "q_proj.weight", (start, 0), (length, hidden))]
-        blocks += [Block(f"{hf}{n}_proj.weight", (first * head, 0), (count * head, hidden)) for n in ("k", "v")]
+        blocks += [
+            Block(f"{hf}{n}_proj.weight", (first * head, 0), (count * head, hidden))
+            for n in ("k", "v")
+        ]
         tensors = [
             stack(key + "qkv_proj.weight", (length + 2 * count * head, hidden), blocks),
-            self._columns(key + "o_proj.weight", hf + "o_proj.weight", hidden, heads * head, tp, rank),
+            self._columns(
+                key + "o_proj.weight", hf + "o_proj.weight", hidden, heads * head, tp, rank
+            ),
         ]
         if arch.qk_norm:
-            tensors += [self._whole(f"{key}{n}_norm.weight", f"{hf}{n}_norm.weight", (head,)) for n in ("q", "k")]
+            tensors += [
+                self._whole(f"{key}{n}_norm.weight", f"{hf}{n}_norm.weight", (head,))
+                for n in ("q", "k")
+            ]
         return tensors
 
     def _mla(self, hf: str, rank: int) -> list[LocalTensor]:
         arch, mla, hidden = self.architecture, self.architecture.mla, self.architecture.hidden_size
         assert mla is not None
-        tp, heads, latent = self.attention_tp, arch.num_attention_heads, mla.kv_lora_rank + mla.qk_rope_head_dim
+        tp, heads, latent = (
+            self.attention_tp,
+            arch.num_attention_heads,
+            mla.kv_lora_rank + mla.qk_rope_head_dim,
+        )
         queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         down = [(hf + "kv_a_proj_with_mqa.weight", latent)]
         if mla.q_lora_rank is None:
             tensors = [
-                self._rows(hf + "q_proj.weight", [(hf + "q_proj.weight", queries)], hidden, tp, rank),
+                self._rows(
+                    hf + "q_proj.weight", [(hf + "q_proj.weight", queries)], hidden, tp, rank
+                ),
                 self._rows(hf + "kv_a_proj_with_mqa.weight", down, hidden, 1, 0),
             ]
         else:
@@ -170,27 +210,41 @@ class SglangLayout(Layout):
             q_b = [(hf + "q_b_proj.weight", queries)]
             tensors = [
                 self._rows(hf + "fused_qkv_a_proj_with_mqa.weight", fused, hidden, 1, 0),
-                self._whole(hf + "q_a_layernorm.weight", hf + "q_a_layernorm.weight", (mla.q_lora_rank,)),
+                self._whole(
+                    hf + "q_a_layernorm.weight", hf + "q_a_layernorm.weight", (mla.q_lora_rank,)
+                ),
                 self._rows(hf + "q_b_proj.weight", q_b, mla.q_lora_rank, tp, rank),
             ]
         kv_b = [(hf + "kv_b_proj.weight", heads * (mla.qk_nope_head_dim + mla.v_head_dim))]
         return [
             *tensors,
-            self._whole(hf + "kv_a_layernorm.weight", hf + "kv_a_layernorm.weight", (mla.kv_lora_rank,)),
+            self._whole(
+                hf + "kv_a_layernorm.weight", hf + "kv_a_layernorm.weight", (mla.kv_lora_rank,)
+            ),
             self._rows(hf + "kv_b_proj.weight", kv_b, mla.kv_lora_rank, tp, rank),
-            self._columns(hf + "o_proj.weight", hf + "o_proj.weight", hidden, heads * mla.v_head_dim, tp, rank),
+            self._columns(
+                hf + "o_proj.weight", hf + "o_proj.weight", hidden, heads * mla.v_head_dim, tp, rank
+            ),
         ]
 
     def _gdn(self, hf: str, rank: int) -> list[LocalTensor]:
         gdn, hidden, tp = self.architecture.gdn, self.architecture.hidden_size, self.attention_tp
         assert gdn is not None
-        keys, values = gdn.num_key_heads * gdn.key_head_dim, gdn.num_value_heads * gdn.value_head_dim
+        keys, values = (
+            gdn.num_key_heads * gdn.key_head_dim,
+            gdn.num_value_heads * gdn.value_head_dim,
+        )
         conv = []
         for base, size in ((0, keys), (keys, keys), (2 * keys, values)):
             start, length = self._cut(size, tp, rank, hf + "conv1d")
-            conv.append(Block(hf + "conv1d.weight", (base + start, 0, 0), (length, 1, gdn.conv_kernel)))
+            conv.append(
+                Block(hf + "conv1d.weight", (base + start, 0, 0), (length, 1, gdn.conv_kernel))
+            )
         first, heads = self._cut(gdn.num_value_heads, tp, rank, hf + "value heads")
-        vectors = [stack(hf + n, (heads,), [Block(hf + n, (first,), (heads,))]) for n in ("A_log", "dt_bias")]
+        vectors = [
+            stack(hf + n, (heads,), [Block(hf + n, (first,), (heads,))])
+            for n in ("A_log", "dt_bias")
+        ]
         qkvz = [(hf + "in_proj_qkvz.weight", 2 * (keys + values))]
         ba = [(hf + "in_proj_ba.weight", 2 * gdn.num_value_heads)]
         return [
@@ -205,7 +259,9 @@ class SglangLayout(Layout):
     def _moe(self, layer: int, rank: int) -> list[LocalTensor]:
         arch, moe, hf = self.architecture, self.architecture.moe, layer_prefix(layer) + "mlp."
         assert moe is not None
-        tensors = [self._whole(hf + "gate.weight", hf + "gate.weight", (moe.num_experts, arch.hidden_size))]
+        tensors = [
+            self._whole(hf + "gate.weight", hf + "gate.weight", (moe.num_experts, arch.hidden_size))
+        ]
         if moe.expert_bias:
             bias = hf + "gate.e_score_correction_bias"
             tensors.append(self._whole(bias, bias, (moe.num_experts,)))
@@ -213,11 +269,17 @@ class SglangLayout(Layout):
             gate = hf + "shared_expert_gate.weight"
             tensors.append(self._whole(gate, gate, (1, arch.hidden_size)))
         if moe.shared_expert_intermediate_size:
-            tensors += self._mlp(shared_expert_prefix(arch, layer), moe.shared_expert_intermediate_size, rank)
+            tensors += self._mlp(
+                shared_expert_prefix(arch, layer), moe.shared_expert_intermediate_size, rank
+            )
         return tensors
 
     def _build_experts(self, layer: int, rank: int) -> tuple[LocalTensor, ...]:
-        moe, hidden, key = self.architecture.moe, self.architecture.hidden_size, layer_prefix(layer) + "mlp.experts."
+        moe, hidden, key = (
+            self.architecture.moe,
+            self.architecture.hidden_size,
+            layer_prefix(layer) + "mlp.experts.",
+        )
         assert moe is not None
         size = self.tp // self.ep
         first, count = self._cut(moe.num_experts, self.ep, rank // size, "experts")
@@ -225,7 +287,9 @@ class SglangLayout(Layout):
         w13, w2 = [], []
         for expert in range(first, first + count):
             hf = expert_prefix(layer, expert)
-            w13 += [Block(f"{hf}{n}_proj.weight", (start, 0), (length, hidden)) for n in ("gate", "up")]
+            w13 += [
+                Block(f"{hf}{n}_proj.weight", (start, 0), (length, hidden)) for n in ("gate", "up")
+            ]
             w2.append(Block(f"{hf}down_proj.weight", (0, start), (hidden, length)))
         return (
             stack(key + "w13_weight", (count, 2 * length, hidden), w13),

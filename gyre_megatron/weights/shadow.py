@@ -1,7 +1,9 @@
-"""The next version of an engine's weights, assembled in shared memory beside the version that serves.
+"""The next version of an engine's weights, assembled in shared memory beside the version that
+serves.
 
-Made by the loader in the engine's process, filled by the trainers of the same host, verified and committed by
-the loader. The file is unlinked as soon as everyone has mapped it, so nothing outlives the processes.
+Made by the loader in the engine's process, filled by the trainers of the same host, verified and
+committed by the loader. The file is unlinked as soon as everyone has mapped it, so nothing outlives
+the processes.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     """Lay tensors one after the other, each at a multiple of 64 bytes."""
     specs, offset = [], 0
     for key, tensor in tensors.items():
-        spec = TensorSpec(key, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset)
+        spec = TensorSpec(
+            key, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset
+        )
         specs.append(spec)
         offset += -(-spec.nbytes // _ALIGN) * _ALIGN
     return specs
@@ -56,10 +60,14 @@ class Shadow:
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self.nbytes = max((spec.offset + spec.nbytes for spec in specs), default=0)
         if path.stat().st_size < self.nbytes:
-            raise TransferError(f"{path} holds {path.stat().st_size} bytes, but its tensors need {self.nbytes}")
+            raise TransferError(
+                f"{path} holds {path.stat().st_size} bytes, but its tensors need {self.nbytes}"
+            )
         self._memory = whole = map_file(path, max(1, self.nbytes))
         self.tensors = {
-            spec.key: whole[spec.offset : spec.offset + spec.nbytes].view(spec.torch_dtype).reshape(spec.shape)
+            spec.key: whole[spec.offset : spec.offset + spec.nbytes]
+            .view(spec.torch_dtype)
+            .reshape(spec.shape)
             for spec in specs
         }
 

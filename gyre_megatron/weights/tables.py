@@ -1,6 +1,8 @@
-"""Parcels become tables of boxes for `ops.boxes`: bucketed for the wire, merged, local offsets resolved.
+"""Parcels become tables of boxes for `ops.boxes`: bucketed for the wire, merged, local offsets
+resolved.
 
-Invariant: splitting depends only on box shapes, so sender and receiver cut the same stream at the same places.
+Invariant: splitting depends only on box shapes, so sender and receiver cut the same stream at the
+same places.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ ItemSize = Callable[[Parcel], int]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Part of a stream that fits one staging buffer. `offsets[i]` is the byte at which parcel i begins."""
+    """Part of a stream that fits one staging buffer. `offsets[i]` is the byte at which parcel i
+    begins."""
 
     parcels: tuple[Parcel, ...]
     offsets: tuple[int, ...]
@@ -39,7 +42,10 @@ def split_rows(parcel: Parcel, limit: int) -> Iterator[Parcel]:
         for at in range(0, shape[dim], step):
             size = min(step, shape[dim] - at)
             lead = tuple(s + o for s, o in zip(start[:dim], outer, strict=True))
-            box = Box((*lead, start[dim] + at, *start[dim + 1 :]), ((1,) * dim + (size,) + shape[dim + 1 :]))
+            box = Box(
+                (*lead, start[dim] + at, *start[dim + 1 :]),
+                ((1,) * dim + (size,) + shape[dim + 1 :]),
+            )
             yield Parcel(box, parcel.source, parcel.target)
 
 
@@ -52,8 +58,11 @@ def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def bucketize(parcels: Iterable[Parcel], bucket_bytes: int, item_size: ItemSize, align: int = 16) -> list[Bucket]:
-    """Cut a stream of parcels into buckets of at most `bucket_bytes`; every parcel begins at a multiple of `align`."""
+def bucketize(
+    parcels: Iterable[Parcel], bucket_bytes: int, item_size: ItemSize, align: int = 16
+) -> list[Bucket]:
+    """Cut a stream of parcels into buckets of at most `bucket_bytes`; every parcel begins at a
+    multiple of `align`."""
     buckets: list[Bucket] = []
     held: list[Parcel] = []
     offsets: list[int] = []
@@ -77,7 +86,8 @@ Row = tuple[int, int, tuple[int, ...], int, int, tuple[int, ...], tuple[int, ...
 
 
 def table_of(rows: Iterable[Row]) -> torch.Tensor:
-    """Rows `(source index, offset, strides, target index, offset, strides, shape)` as an int64 table, runs merged."""
+    """Rows `(source index, offset, strides, target index, offset, strides, shape)` as an int64
+    table, runs merged."""
     flat: list[list[int]] = []
     for si, so, ss, ti, to, ts, shape in rows:
         pad = 3 - len(shape)
@@ -92,7 +102,9 @@ def _extend(last: list[int], row: list[int]) -> bool:
     if last[0] != row[0] or last[2] != row[2] or last[7:] != row[7:]:
         return False
     for dim in (4, 5, 6):
-        if last[4:dim] + last[dim + 1 : 7] != row[4:dim] + row[dim + 1 : 7] or any(n != 1 for n in last[4:dim]):
+        if last[4:dim] + last[dim + 1 : 7] != row[4:dim] + row[dim + 1 : 7] or any(
+            n != 1 for n in last[4:dim]
+        ):
             continue
         ahead_source = last[dim] * last[dim + 3]
         ahead_target = last[dim] * last[dim + 6]
@@ -107,7 +119,9 @@ def side(piece: Piece, box: Box) -> tuple[int, tuple[int, ...]]:
     return piece.offset_of(box.start), piece.strides
 
 
-def direct_rows(parcels: Iterable[Parcel], source_index: dict[str, int], target_index: dict[str, int]) -> Iterator[Row]:
+def direct_rows(
+    parcels: Iterable[Parcel], source_index: dict[str, int], target_index: dict[str, int]
+) -> Iterator[Row]:
     """Rows that copy parcels from parameters to parameters."""
     for box, source, target in parcels:
         so, ss = side(source, box)
@@ -122,12 +136,21 @@ def pack_rows(
 
     Args:
         index: key of a local tensor -> its place in the list of sources.
-        staging: (parcel, byte offset in the bucket) -> (index of the typed staging view, element offset).
+        staging: (parcel, byte offset in the bucket) -> (index of the typed staging view, element
+            offset).
     """
     for parcel, at in zip(bucket.parcels, bucket.offsets, strict=True):
         so, ss = side(parcel.source, parcel.box)
         view, to = staging(parcel, at)
-        yield index[parcel.source.tensor], so, ss, view, to, contiguous_strides(parcel.box.shape), parcel.box.shape
+        yield (
+            index[parcel.source.tensor],
+            so,
+            ss,
+            view,
+            to,
+            contiguous_strides(parcel.box.shape),
+            parcel.box.shape,
+        )
 
 
 def unpack_rows(
@@ -137,4 +160,12 @@ def unpack_rows(
     for parcel, at in zip(bucket.parcels, bucket.offsets, strict=True):
         view, so = staging(parcel, at)
         to, ts = side(parcel.target, parcel.box)
-        yield view, so, contiguous_strides(parcel.box.shape), index[parcel.target.tensor], to, ts, parcel.box.shape
+        yield (
+            view,
+            so,
+            contiguous_strides(parcel.box.shape),
+            index[parcel.target.tensor],
+            to,
+            ts,
+            parcel.box.shape,
+        )

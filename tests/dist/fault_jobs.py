@@ -1,4 +1,5 @@
-"""Processes that swap weights while one of them is killed, stopped or lies. No Megatron here: layouts are grids."""
+"""Processes that swap weights while one of them is killed, stopped or lies. No Megatron here:
+layouts are grids."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def _fault(swapper: Swapper, fault: str) -> None:
 
 
 def faulty(kind: str, fault: str, rank: int, n: int, port: int, folder: str, pipe) -> None:
-    """A good swap, one in which process 1 misbehaves, and the next one; reports what happened and how long it took."""
+    """A good swap, one in which process 1 misbehaves, and the next one; reports what happened and
+    how long it took."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     swapper = Swapper(kind, store, rank, n, folder)
@@ -156,7 +158,7 @@ def many(kind: str, swaps: int, rank: int, n: int, port: int, folder: str, pipe)
                     maps=sum("gyre-" in line for line in Path("/proc/self/maps").read_text().splitlines()),
                     resident_mib=int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20,
                 )
-            )  # fmt: skip
+            )
     pipe.send(usage)
     pipe.recv()
     os._exit(0)
@@ -188,7 +190,8 @@ class Processes:
 
 
 def chain(num_cells: int, dies: bool, rank: int, n: int, port: int, folder: str, pipe) -> None:
-    """Weights down a chain of cells, for a full and a shorter prefix; or with the middle cell dead."""
+    """Weights down a chain of cells, for a full and a shorter prefix; or with the middle cell
+    dead."""
     from datetime import timedelta
 
     from gyre_megatron.weights.chain import chain_broadcast

@@ -1,4 +1,5 @@
-"""The slow, obvious form of a tree: every trajectory alone, with the edges it owns. Independent of packing."""
+"""The slow, obvious form of a tree: every trajectory alone, with the edges it owns. Independent of
+packing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def trained_trajectories(tree: ExecutionTree) -> list[int]:
 
 
 def flat_bins(trees: list[ExecutionTree]) -> list[PackedBin]:
-    """One bin per trained trajectory: the tokens of its path, edges where it owns a sampled token."""
+    """One bin per trained trajectory: the tokens of its path, edges where it owns a sampled
+    token."""
     bins = []
     for e, tree in enumerate(trees):
         owned = sum(int(n.trainable.sum()) for i, n in enumerate(tree.nodes) if tree.owner[i] >= 0)

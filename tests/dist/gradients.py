@@ -1,4 +1,5 @@
-"""What ranks run in the equality tests: losses, log-probabilities and gradients in canonical names."""
+"""What ranks run in the equality tests: losses, log-probabilities and gradients in canonical
+names."""
 
 from __future__ import annotations
 

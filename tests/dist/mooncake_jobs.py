@@ -1,4 +1,5 @@
-"""Jobs of test_weights_mooncake, run in a network namespace: `-m tests.dist.mooncake_jobs {swap,join,dead} FOLDER`."""
+"""Jobs of test_weights_mooncake, run in a network namespace: `-m tests.dist.mooncake_jobs
+{swap,join,dead} FOLDER`."""
 
 from __future__ import annotations
 

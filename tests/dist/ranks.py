@@ -1,4 +1,5 @@
-"""Pools of gloo ranks for tests: Megatron is imported once, ranks are forked, every call has a hard timeout."""
+"""Pools of gloo ranks for tests: Megatron is imported once, ranks are forked, every call has a hard
+timeout."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from datetime import timedelta
 from typing import Any
 
 MAX_THREADS = 120
-"""A rank with more is replaced: gloo keeps the threads of every group that Megatron ever made in it."""
+"""A rank with more is replaced: gloo keeps the threads of every group that Megatron ever made in
+it."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["gyre_megatron.training", "tests.dist.ranks"])

@@ -1,4 +1,5 @@
-"""What the ranks of the resharding tests do: build real models, move weights between layouts, compare bit by bit."""
+"""What the ranks of the resharding tests do: build real models, move weights between layouts,
+compare bit by bit."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from tests.support import megatron_models, reference_shards
 
 @dataclass(frozen=True)
 class Train:
-    """A Megatron layout; with `first_replica` only the ranks of data-parallel replica 0 belong to it."""
+    """A Megatron layout; with `first_replica` only the ranks of data-parallel replica 0 belong to
+    it."""
 
     parallelism: Parallelism
     experts: str = "sequential"
@@ -46,7 +48,8 @@ class Serve:
 
 @dataclass
 class Side:
-    """One layout on this process: where its ranks run, this process's tensors, and what they must hold."""
+    """One layout on this process: where its ranks run, this process's tensors, and what they must
+    hold."""
 
     layout: Layout
     processes: tuple[int, ...]
@@ -159,7 +162,7 @@ def reshard(architecture: str, source: Side, target: Side, carrier: Transport) -
     Resharder(plan, source.tensors, target.tensors, carrier, wire_dtypes(torch.float32), verify=True).run()
     moved = None if names is None else {
         p.tensor for p in target.layout.pieces(target.processes.index(carrier.process)) if p.name in set(names)
-    } if carrier.process in target.processes else set()  # fmt: skip
+    } if carrier.process in target.processes else set()
     return [key for key in target.wrong() if moved is None or key in moved]
 
 

@@ -1,4 +1,5 @@
-"""Tree training against Hugging Face's models in float64 and the objective written out per trajectory."""
+"""Tree training against Hugging Face's models in float64 and the objective written out per
+trajectory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What crosses cells: gradients reduced to the core, weights down the chain, at every position of every prefix."""
+"""What crosses cells: gradients reduced to the core, weights down the chain, at every position of
+every prefix."""
 
 from __future__ import annotations
 

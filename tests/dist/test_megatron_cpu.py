@@ -1,4 +1,5 @@
-"""The CPU layer: versions are checked, CUDA machines are left alone, other libraries keep working."""
+"""The CPU layer: versions are checked, CUDA machines are left alone, other libraries keep
+working."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from gyre_megatron.errors import VersionError
-from gyre_megatron.training import megatron_cpu
+from gyre_megatron.cpu import megatron as megatron_cpu
 
 
 def test_an_untested_version_is_refused(monkeypatch) -> None:

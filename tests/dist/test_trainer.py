@@ -57,8 +57,8 @@ def score_bins(checkpoint: Path, config: TrainingConfig, bins: list[PackedBin]):
 def test_a_sibling_changes_nothing(kind: str, layout: dict, ranks, checkpoints) -> None:
     """Bit-equal log-probabilities outside the perturbed node's own subtree.
 
-    Experts work on whatever tokens were sent to them, and the shape of a matrix product changes its rounding: with
-    experts, routes are recorded and replayed so that the shapes stay.
+    Experts work on whatever tokens were sent to them, and the shape of a matrix product changes its
+    rounding: with experts, routes are recorded and replayed so that the shapes stay.
     """
     (bin_,) = some_bins(4)
     if kind != "dense":
@@ -93,7 +93,8 @@ def test_result_does_not_depend_on_bins_or_micro_steps(kind: str, ranks, checkpo
 
 
 def on_policy_ratios(checkpoint: Path, config: TrainingConfig, bins: list[PackedBin]):
-    """Sums when the behaviour log-probabilities are the trainer's own, at each token's own temperature."""
+    """Sums when the behaviour log-probabilities are the trainer's own, at each token's own
+    temperature."""
     trainer = make_trainer(checkpoint, config)
     logprobs = edge_logprobs(trainer, bins)
     bins = [dataclasses.replace(b, edge_behaviour_logprobs=lp) for b, lp in zip(bins, logprobs, strict=True)]
@@ -102,7 +103,8 @@ def on_policy_ratios(checkpoint: Path, config: TrainingConfig, bins: list[Packed
 
 
 def test_on_policy_ratio_is_one_at_any_temperature(ranks, checkpoints) -> None:
-    """TRL#4159, miles#1345: scored at the temperature it was sampled at, an unchanged policy has ratio 1."""
+    """TRL#4159, miles#1345: scored at the temperature it was sampled at, an unchanged policy has
+    ratio 1."""
     bins = some_bins()
     assert len({*bins[0].edge_temperatures.tolist()}) > 1
     sums = ranks(1).run(on_policy_ratios, checkpoints("dense"), TrainingConfig(), bins)[0]
@@ -132,7 +134,8 @@ REPLAY_LAYOUTS = [dict(tp=2), dict(pp=2, recompute="full"), dict(cp=2), dict(ep=
 
 @pytest.mark.parametrize("layout", REPLAY_LAYOUTS, ids=["tp2", "pp2_recompute", "cp2", "ep2"])
 def test_router_replay(layout: dict, ranks, checkpoints) -> None:
-    """Recorded routes are taken, change the result, agree over layouts, and missing ones fall back to the router."""
+    """Recorded routes are taken, change the result, agree over layouts, and missing ones fall back
+    to the router."""
     bins = some_bins(budget=300)
     replayed = with_routes(bins)
     config = TrainingConfig(token_budget=1024, gspo=WIDE, router_replay=True)
@@ -153,7 +156,8 @@ AUX_LAYOUTS = [dict(tp=2), dict(cp=2), dict(ep=2, etp=1), dict(pp=2)]
 
 @pytest.mark.parametrize("layout", AUX_LAYOUTS, ids=["tp2", "cp2", "ep2", "pp2"])
 def test_balancing_loss_counts_unique_tokens(layout: dict, ranks, checkpoints) -> None:
-    """The balancing loss moves the router, and its gradient is the same in every layout (padding does not count)."""
+    """The balancing loss moves the router, and its gradient is the same in every layout (padding
+    does not count)."""
     bins = some_bins(budget=300)
     run = lambda size, **kw: ranks(size).run(  # noqa: E731
         run_batches, checkpoints("moe"), TrainingConfig(token_budget=1024, gspo=WIDE, **kw), [bins]
@@ -243,7 +247,8 @@ CHECKPOINT_CASES = [
 
 @pytest.mark.parametrize("case", CHECKPOINT_CASES, ids=["same", "tp2_to_pp2", "ep2", "one_to_tp2"])
 def test_checkpoint_continues_the_run(case, ranks, checkpoints, tmp_path) -> None:
-    """Two steps, save, load in another layout, two more: as four steps in one go; the model's state is complete."""
+    """Two steps, save, load in another layout, two more: as four steps in one go; the model's state
+    is complete."""
     kind, size, layout, other_size, other = case
     bins = some_bins(4)
     config = lambda layout: TrainingConfig(token_budget=1024, gspo=WIDE, optimizer=OPTIMIZER, **layout)  # noqa: E731

@@ -1,4 +1,5 @@
-"""The chain of cells: each position's shard reaches every cell of the prefix, and a dead cell is an error in time."""
+"""The chain of cells: each position's shard reaches every cell of the prefix, and a dead cell is an
+error in time."""
 
 from __future__ import annotations
 

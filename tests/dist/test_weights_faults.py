@@ -1,4 +1,5 @@
-"""A process dies, hangs or sends damaged data in mid-swap: all stop in time, and the next swap is exact."""
+"""A process dies, hangs or sends damaged data in mid-swap: all stop in time, and the next swap is
+exact."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_a_hundred_swaps_hold_no_more_than_ten(start, kind):
         assert late["descriptors"] <= early["descriptors"]
         assert late["threads"] <= early["threads"]
         assert late["maps"] <= early["maps"]
-        # 89 swaps of leaked staging would be far more; pages shared with the fork server are still being touched
+        # 89 swaps of leaked staging would be far more; pages shared with the fork server are still
+        # being touched
         assert late["resident_mib"] <= early["resident_mib"] + 16
     assert {p.name for p in Path("/dev/shm").glob("gyre-*")} <= before
     for pipe in processes.pipes:

@@ -1,4 +1,5 @@
-"""Bit-exact resharding between layouts of real Megatron models and SGLang's layouts, there and back, over 8 ranks."""
+"""Bit-exact resharding between layouts of real Megatron models and SGLang's layouts, there and
+back, over 8 ranks."""
 
 from __future__ import annotations
 
@@ -26,23 +27,23 @@ DENSE = [
     (TP4PP2, Serve(tp=2)), (PP4, Serve(tp=4)), (VPP, Serve(tp=8)), (CP, Serve(tp=1)), (UNEVEN_TRAIN, Serve(tp=4)),
     (FIRST, Serve(tp=8)), (TP4, Serve(tp=4, attention_dp=2)), (TP2PP2, TP4), (UNEVEN_TRAIN, TP4PP2), (VPP, PP4),
     (FIRST, CP), (Train(P(tp=8)), TP2PP2),  # Megatron with more ranks than key/value heads
-]  # fmt: skip
+]
 TIED = [(TP2PP2, Serve(tp=8)), (PP4, Serve(tp=2)), (VPP, TP4)]
 MTP = [(TP2PP2, TP4), (PP4, TP2PP2)]
 MOE = [
     (EXPERT, Serve(tp=4, ep=4)), (EP8, Serve(tp=8, ep=2)), (ETP2, Serve(tp=2)), (PP2EP4, Serve(tp=8, ep=8)),
     (EXPERT, Serve(tp=4, ep=2, attention_dp=2)), (UNEVEN_EXPERT, Serve(tp=8, ep=4)), (EXPERT, EP8), (ETP2, PP2EP4),
     (UNEVEN_EXPERT, EXPERT),
-]  # fmt: skip
+]
 MLA = [
     (EXPERT, Serve(tp=4, ep=2)), (EP8, Serve(tp=8, ep=8, attention_dp=8)), (ETP2, Serve(tp=2)), 
     (UNEVEN_EXPERT, Serve(tp=8)), (EXPERT, PP2EP4), (TP4, EP8),
-]  # fmt: skip
+]
 HYBRID = [
     (EXPERT, Serve(tp=4, ep=2)),  # more ranks than key/value heads
     (PP2EP4, Serve(tp=2)), (UNEVEN_EXPERT, Serve(tp=4, ep=4)), (EP8, Serve(tp=4, ep=4, attention_dp=4)), (EXPERT, EP8),
     (Train(P(tp=2, dp=4, ep=4, etp=2), "grouped"), UNEVEN_EXPERT),
-]  # fmt: skip
+]
 
 PAIRS = [
     pytest.param(family, source, target, id=f"{family}{i}")

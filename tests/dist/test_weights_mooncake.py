@@ -1,4 +1,5 @@
-"""Mooncake's Transfer Engine over TCP, in a network namespace of its own: it listens on all interfaces."""
+"""Mooncake's Transfer Engine over TCP, in a network namespace of its own: it listens on all
+interfaces."""
 
 from __future__ import annotations
 

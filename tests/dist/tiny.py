@@ -57,8 +57,9 @@ CONFIGS = {
 def make_checkpoint(kind: str, directory: Path) -> Path:
     """Write config.json and random weights.
 
-    Scales are large enough that every part matters; for the hybrid, whose keys are divided by their own length, small
-    enough that fp32 itself (measured against float64) stays below the tests' tolerance.
+    Scales are large enough that every part matters; for the hybrid, whose keys are divided by their
+    own length, small enough that fp32 itself (measured against float64) stays below the tests'
+    tolerance.
     """
     scale = 0.08 if kind == "hybrid" else 0.15
     architecture = Architecture.from_hf(CONFIGS[kind])

@@ -1,4 +1,5 @@
-"""What the training ranks of the install tests do: a real trainer that publishes into a real server."""
+"""What the training ranks of the install tests do: a real trainer that publishes into a real
+server."""
 
 from __future__ import annotations
 
@@ -30,10 +31,19 @@ def start(checkpoint: str, url: str, engine_tp: int, layout: dict[str, int]) -> 
     trainer = Trainer(config, architecture, checkpoint, with_optimizer=False)
     place = parallel_rank(config, architecture)
     weights = WeightsConfig(timeout_s=TIMEOUT_S)
-    sync = CellWeightSync(trainer.model_chunks, architecture, place, url, engine_tp, weights, name="install")
-    wrong = CellWeightSync(trainer.model_chunks, architecture, place, url, engine_tp + 1, weights, name="wrong")
+    sync = CellWeightSync(
+        trainer.model_chunks, architecture, place, url, engine_tp, weights, name="install"
+    )
+    wrong = CellWeightSync(
+        trainer.model_chunks, architecture, place, url, engine_tp + 1, weights, name="wrong"
+    )
     _state.update(
-        trainer=trainer, sync=sync, wrong=wrong, architecture=architecture, place=place, checkpoint=checkpoint
+        trainer=trainer,
+        sync=sync,
+        wrong=wrong,
+        architecture=architecture,
+        place=place,
+        checkpoint=checkpoint,
     )
 
 
@@ -97,16 +107,24 @@ def save(path: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     carrier = IpcTransport(store, dist.get_rank(), dist.get_world_size(), name=f"save{path}")
     save_hf_checkpoint(
-        _state["trainer"].model_chunks, _state["architecture"], _state["place"], carrier, path, _state["checkpoint"],
+        _state["trainer"].model_chunks,
+        _state["architecture"],
+        _state["place"],
+        carrier,
+        path,
+        _state["checkpoint"],
         torch.float32,
-    )  # fmt: skip
+    )
     carrier.close()
 
 
 def documented_example(code: str, url: str, engine_tp: int) -> int:
     """Run the example of docs/hot_swap.md as it stands, with this rank's model."""
     names = dict(
-        model=_state["trainer"].model_chunks, checkpoint=_state["checkpoint"], engine_url=url, engine_tp=engine_tp
+        model=_state["trainer"].model_chunks,
+        checkpoint=_state["checkpoint"],
+        engine_url=url,
+        engine_tp=engine_tp,
     )
     exec(compile(code, "docs/hot_swap.md", "exec"), names)
     return names["report"].version

@@ -1,4 +1,5 @@
-"""What a user gets wrong: one clear error, a non-zero exit, nothing half-written, nothing left running."""
+"""What a user gets wrong: one clear error, a non-zero exit, nothing half-written, nothing left
+running."""
 
 from __future__ import annotations
 
@@ -19,21 +20,28 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     """launch/train_gyre.py as torchrun's first rank would start it."""
     environment = os.environ | {"RANK": "0"}
     command = [sys.executable, "launch/train_gyre.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize("arguments", [[], ["--confg", "x"], ["--config"]])
 def test_no_argument_or_a_wrong_one_gives_a_usage_line_and_exit_2(arguments):
     result = launch(*arguments)
     assert result.returncode == 2
-    assert result.stderr.startswith("usage: torchrun --nproc-per-node N launch/train_gyre.py --config FILE")
+    assert result.stderr.startswith(
+        "usage: torchrun --nproc-per-node N launch/train_gyre.py --config FILE"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--config", "missing.yaml"], "no configuration file missing.yaml"),
-        (["--config", "configs/demo_cpu.yaml", "--set", "run.num_step=1"], "did you mean run.num_steps?"),
+        (
+            ["--config", "configs/demo_cpu.yaml", "--set", "run.num_step=1"],
+            "did you mean run.num_steps?",
+        ),
     ],
 )
 def test_a_wrong_configuration_gives_exit_2(arguments, message):
@@ -45,7 +53,9 @@ def test_a_wrong_configuration_gives_exit_2(arguments, message):
 def test_starting_without_torchrun_says_how_to_start():
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     command = [sys.executable, "launch/train_gyre.py", "--config", "configs/demo_cpu.yaml"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 2
     assert "start this script with torchrun" in result.stderr
 
@@ -55,12 +65,20 @@ def test_starting_without_torchrun_says_how_to_start():
     [
         ("cluster.num_cells=2", 1, "1 ranks cannot be divided into 2 equal cells"),
         ("model.tiny=null model.checkpoint=/nowhere", 2, "no checkpoint at /nowhere"),
-        ("cluster.num_cells=1 training.tp=2 model.tiny.num_attention_heads=3 model.tiny.num_key_value_heads=1", 2,
-         "training.tp=2 does not divide the model's 3 attention heads"),
+        (
+            "cluster.num_cells=1 training.tp=2 model.tiny.num_attention_heads=3 "
+            "model.tiny.num_key_value_heads=1",
+            2,
+            "training.tp=2 does not divide the model's 3 attention heads",
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, words: str, ranks: int, message: str):
-    with training_run(tmp_path, *[w for word in words.split() for w in ("--set", word)], ranks=ranks) as run:
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    tmp_path: Path, words: str, ranks: int, message: str
+):
+    with training_run(
+        tmp_path, *[w for word in words.split() for w in ("--set", word)], ranks=ranks
+    ) as run:
         assert run.wait(90) != 0
         assert message in run.output
         assert run.survivors() == []
@@ -89,7 +107,10 @@ def test_an_engine_that_dies_at_start_shows_its_last_log_lines(tmp_path: Path):
 def test_a_gap_between_trainer_and_engine_stops_the_run(tmp_path: Path):
     with training_run(tmp_path, "--set", "run.logprob_gap_limit=1e-12") as run:
         assert run.wait(120) != 0
-        assert "trainer and engine differ by" in run.output and "run.logprob_gap_limit is 1e-12" in run.output
+        assert (
+            "trainer and engine differ by" in run.output
+            and "run.logprob_gap_limit is 1e-12" in run.output
+        )
         assert run.survivors() == []
 
 
@@ -119,7 +140,14 @@ def test_a_full_disk_stops_the_run_with_a_clear_error_and_loses_nothing(tmp_path
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], check=True)
     try:
-        words = ["--set", "run.num_steps=4", "--set", "run.checkpoint_interval=1", "--set", "run.tensorboard=false"]
+        words = [
+            "--set",
+            "run.num_steps=4",
+            "--set",
+            "run.checkpoint_interval=1",
+            "--set",
+            "run.tensorboard=false",
+        ]
         with training_run(disk, *words) as run:
             run.wait_for_steps(1, 120)
             ballast = disk / "ballast"

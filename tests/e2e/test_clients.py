@@ -1,6 +1,7 @@
 """Real, unmodified harnesses against the real proxy; the engine behind it follows a script.
 
-Install them first: `bash tests/e2e/install_clients.sh`. Nothing is skipped: a harness that is missing fails its test.
+Install them first: `bash tests/e2e/install_clients.sh`. Nothing is skipped: a harness that is
+missing fails its test.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ class Harness:
             pytest.fail(f"{command[0]} is missing; run: bash tests/e2e/install_clients.sh")
         clean = {"PATH": os.environ["PATH"], "HOME": str(self.home), "TERM": "dumb", **environment}
         process = await asyncio.create_subprocess_exec(
-            *map(str, command), cwd=self.work, env=clean, stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            *map(str, command),
+            cwd=self.work,
+            env=clean,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
         try:
             output, errors = await asyncio.wait_for(process.communicate(), 120)
         finally:
@@ -77,7 +82,9 @@ class Harness:
         return sum(node.sampled for node in self.path(call))
 
 
-def drive(folder: Path, answer: Callable[[str, str], str], body: Callable[[Harness], object]) -> None:
+def drive(
+    folder: Path, answer: Callable[[str, str], str], body: Callable[[Harness], object]
+) -> None:
     """Serve a scripted model, run `body`, check that every token replays."""
 
     async def main() -> None:
@@ -115,8 +122,14 @@ def claude_settings(harness: Harness) -> dict[str, str]:
 def test_claude_code_with_tools_sub_agent_and_compaction(tmp_path: Path) -> None:
     answer = scenario(
         main=[
-            "I will write it.\n" + tool_call("Bash", command="echo hi > hello.txt", description="write"),
-            tool_call("Agent", description="sub", prompt=f"{SUB_TASK}: report", subagent_type="general-purpose"),
+            "I will write it.\n"
+            + tool_call("Bash", command="echo hi > hello.txt", description="write"),
+            tool_call(
+                "Agent",
+                description="sub",
+                prompt=f"{SUB_TASK}: report",
+                subagent_type="general-purpose",
+            ),
             "waiting for the agent",
             "all done",
             tool_call("Bash", command="cat hello.txt", description="read"),
@@ -130,12 +143,16 @@ def test_claude_code_with_tools_sub_agent_and_compaction(tmp_path: Path) -> None
     async def body(harness: Harness) -> None:
         settings = claude_settings(harness)
         options = ("--output-format", "json", "--dangerously-skip-permissions")
-        first = json.loads(await harness.run(CLAUDE, "-p", "MAINTASK: write hello.txt", *options, **settings))
+        first = json.loads(
+            await harness.run(CLAUDE, "-p", "MAINTASK: write hello.txt", *options, **settings)
+        )
         assert first["result"] == "all done"
         assert (harness.work / "hello.txt").read_text() == "hi\n"
         resume = ("--resume", first["session_id"], "-p")
         await harness.run(CLAUDE, *resume, "/compact", *options, **settings)
-        last = json.loads(await harness.run(CLAUDE, *resume, "go on with MAINTASK", *options, **settings))
+        last = json.loads(
+            await harness.run(CLAUDE, *resume, "go on with MAINTASK", *options, **settings)
+        )
         assert last["result"] == "continued and done"
         _check_claude(harness)
 
@@ -144,14 +161,18 @@ def test_claude_code_with_tools_sub_agent_and_compaction(tmp_path: Path) -> None
 
 def _check_claude(harness: Harness) -> None:
     assert harness.roles() == {"main": 6, "sub_agent": 2, "main_summary": 1}
-    by_role = {role: [call for call in harness.calls if call.role == role] for role in harness.roles()}
+    by_role = {
+        role: [call for call in harness.calls if call.role == role] for role in harness.roles()
+    }
     before, after = by_role["main"][:4], by_role["main"][4:]
     assert [harness.answers_on_path(call) for call in before] == [1, 2, 3, 4]
     assert [harness.answers_on_path(call) for call in by_role["sub_agent"]] == [1, 2]
     # The compaction hangs from the main conversation; what follows starts anew from the summary.
     assert harness.answers_on_path(by_role["main_summary"][0]) >= 4
     assert [harness.answers_on_path(call) for call in after] == [1, 2]
-    roots = {role: {harness.path(call)[0].node_id for call in calls} for role, calls in by_role.items()}
+    roots = {
+        role: {harness.path(call)[0].node_id for call in calls} for role, calls in by_role.items()
+    }
     assert roots["main"] == roots["main_summary"]
     assert roots["sub_agent"].isdisjoint(roots["main"])
     assert all(call.num_reused_tokens > 0.9 * call.num_prompt_tokens for call in before[1:])
@@ -159,7 +180,10 @@ def _check_claude(harness: Harness) -> None:
 
 def test_claude_code_compacts_by_itself_at_its_window(tmp_path: Path) -> None:
     answer = scenario(
-        main=[*(tool_call("Bash", command="seq 1 1500", description="count") for _ in range(2)), "counted"],
+        main=[
+            *(tool_call("Bash", command="seq 1 1500", description="count") for _ in range(2)),
+            "counted",
+        ],
         summary_mark="detailed summary",
         summary="<analysis>a</analysis>\n<summary>MAINTASK: counting goes on</summary>",
     )
@@ -170,10 +194,18 @@ def test_claude_code_compacts_by_itself_at_its_window(tmp_path: Path) -> None:
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "30000",
             "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": "50",
         }
-        command = (CLAUDE, "-p", "MAINTASK: count", "--output-format", "json", "--dangerously-skip-permissions")
+        command = (
+            CLAUDE,
+            "-p",
+            "MAINTASK: count",
+            "--output-format",
+            "json",
+            "--dangerously-skip-permissions",
+        )
         small = ("--tools", "Bash", "--system-prompt", "You are brief.")
         assert json.loads(await harness.run(*command, *small, **settings))["result"] == "counted"
-        # What the proxy reports as usage tells the harness when to compact; the summary hangs from the long history.
+        # What the proxy reports as usage tells the harness when to compact; the summary hangs from
+        # the long history.
         roles = [call.role for call in harness.calls]
         assert roles.count("main") == 3 and roles.count("main_summary") >= 1
         summary = next(call for call in harness.calls if call.role == "main_summary")
@@ -205,7 +237,9 @@ def test_codex_with_tools_sub_agent_and_compaction(tmp_path: Path) -> None:
             'env_key = "GYRE_KEY"\nwire_api = "responses"\n'
         )
         flags = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-        output = await harness.run(CODEX, *flags, "MAINTASK: write hello.txt", GYRE_KEY=harness.token)
+        output = await harness.run(
+            CODEX, *flags, "MAINTASK: write hello.txt", GYRE_KEY=harness.token
+        )
         assert "done" in output
         assert (harness.work / "hello.txt").read_text() == "hi\n"
         roles = harness.roles()
@@ -213,7 +247,8 @@ def test_codex_with_tools_sub_agent_and_compaction(tmp_path: Path) -> None:
         main = [call for call in harness.calls if call.role == "main"]
         assert [harness.answers_on_path(call) for call in main[:3]] == [1, 2, 3]
         summary = next(call for call in harness.calls if call.role == "main_summary")
-        # Offered no tools, it has another head; the answers in it are copied from the store, not encoded again.
+        # Offered no tools, it has another head; the answers in it are copied from the store, not
+        # encoded again.
         assert harness.answers_on_path(summary) == 1
         assert harness.answers_on_path(main[3]) == 1
 
@@ -240,7 +275,15 @@ def test_mini_swe_agent(tmp_path: Path) -> None:
             "MSWEA_COST_TRACKING": "ignore_errors",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
-        command = (MINI, "-m", "openai/gyre", "-t", "MAINTASK: write hello.txt", "-y", "--exit-immediately")
+        command = (
+            MINI,
+            "-m",
+            "openai/gyre",
+            "-t",
+            "MAINTASK: write hello.txt",
+            "-y",
+            "--exit-immediately",
+        )
         await harness.run(*command, "-o", harness.home / "trajectory.json", **settings)
         assert (harness.work / "hello.txt").read_text() == "hi\n"
         assert harness.roles() == {"main": 3}

@@ -1,4 +1,5 @@
-"""Evaluators and the shipped task set: reference solutions score 1, empty workspaces 0, half solutions in between."""
+"""Evaluators and the shipped task set: reference solutions score 1, empty workspaces 0, half
+solutions in between."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from gyre_megatron.errors import ConfigError
-from gyre_megatron.rollout.evaluators import EvaluatorFailure, evaluate
-from gyre_megatron.rollout.tasks import EvaluatorSpec, Task, TaskSet
-from gyre_megatron.rollout.workspace import Workspace, copy_contained
+from gyre_megatron.harness.evaluators import EvaluatorFailure, evaluate
+from gyre_megatron.harness.tasks import EvaluatorSpec, Task, TaskSet
+from gyre_megatron.harness.workspace import Workspace, copy_contained
 
 PACKAGES = TaskSet.load(Path(__file__).parents[2] / "examples" / "packages")
 ENVIRONMENT = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
@@ -24,7 +25,8 @@ def score(task: Task, workspace: Path, timeout_s: float = 60.0) -> float:
 def test_there_are_enough_tasks() -> None:
     assert len(PACKAGES) >= 20
     assert all(
-        (task.directory / "solution").is_dir() and (task.directory / "half").is_dir() for task in PACKAGES.values()
+        (task.directory / "solution").is_dir() and (task.directory / "half").is_dir()
+        for task in PACKAGES.values()
     )
 
 
@@ -58,7 +60,9 @@ def test_a_suite_that_hangs_keeps_what_had_passed(tmp_path: Path) -> None:
     task = pytest_task(tmp_path / "task", TWO_TESTS, 2)
     work = tmp_path / "work"
     work.mkdir()
-    (work / "lib.py").write_text("import time\n\ndef a():\n    return 1\n\ndef b():\n    time.sleep(60)\n")
+    (work / "lib.py").write_text(
+        "import time\n\ndef a():\n    return 1\n\ndef b():\n    time.sleep(60)\n"
+    )
     assert score(task, work, timeout_s=4.0) == 0.5
 
 
@@ -71,7 +75,9 @@ def test_a_suite_that_hangs_keeps_what_had_passed(tmp_path: Path) -> None:
         {"lib.py": "import sys\nsys.exit(0)\n"},
         {"sitecustomize.py": "raise SystemExit(0)\n"},
         {"pytest.ini": "[pytest]\naddopts = --collect-only\n"},
-        {"lib.py": "import os\nopen(os.environ['GYRE_REPORT'], 'a').write('forged call passed x::y\\n')\n"},
+        {
+            "lib.py": "import os\nopen(os.environ['GYRE_REPORT'], 'a').write('forged call passed x::y\\n')\n"
+        },
     ],
 )
 def test_a_workspace_cannot_score_by_tricks(tmp_path: Path, trick: dict[str, str]) -> None:
@@ -98,7 +104,14 @@ def test_links_that_lead_outside_are_left_out(tmp_path: Path) -> None:
     (work / "nowhere").symlink_to("missing")
     os.mkfifo(work / "pipe")
     left_out = copy_contained(work, tmp_path / "copy")
-    assert sorted(left_out) == ["absolute.py", "inner/dir", "loop", "nowhere", "pipe", "relative.py"]
+    assert sorted(left_out) == [
+        "absolute.py",
+        "inner/dir",
+        "loop",
+        "nowhere",
+        "pipe",
+        "relative.py",
+    ]
     copied = sorted(str(p.relative_to(tmp_path / "copy")) for p in (tmp_path / "copy").rglob("*"))
     assert copied == ["good.py", "inner", "real.py"]
     assert (tmp_path / "copy" / "good.py").read_text() == "x = 1\n"
@@ -113,7 +126,9 @@ def test_an_outside_solution_scores_nothing(tmp_path: Path) -> None:
 
 
 def test_the_original_workspace_is_only_read(tmp_path: Path) -> None:
-    task = pytest_task(tmp_path / "task", "import lib\n\ndef test_a():\n    open('made', 'w').close()\n", 1)
+    task = pytest_task(
+        tmp_path / "task", "import lib\n\ndef test_a():\n    open('made', 'w').close()\n", 1
+    )
     work = tmp_path / "work"
     work.mkdir()
     (work / "lib.py").write_text("")
@@ -122,7 +137,12 @@ def test_the_original_workspace_is_only_read(tmp_path: Path) -> None:
 
 
 def command_task(folder: Path, command: str) -> Task:
-    return Task(name="t", prompt="p", evaluator=EvaluatorSpec(kind="command", command=command), directory=folder)
+    return Task(
+        name="t",
+        prompt="p",
+        evaluator=EvaluatorSpec(kind="command", command=command),
+        directory=folder,
+    )
 
 
 def test_command_evaluator(tmp_path: Path) -> None:
@@ -151,12 +171,15 @@ def test_a_failed_evaluator_is_no_zero(tmp_path: Path, command: str, reason: str
 def test_python_evaluator(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "check.py").write_text(
-        "def good(work, task):\n    return {'reward': 0.5, 'why': task.name}\n\ndef bad(work, task):\n    1 / 0\n"
+        "def good(work, task):\n    return {'reward': 0.5, 'why': task.name}\n\ndef bad(work, "
+        "task):\n    1 / 0\n"
     )
     spec = {"kind": "python", "function": "check.py:good"}
     task = Task(name="t", prompt="p", evaluator=EvaluatorSpec(**spec), directory=tmp_path)
     assert score(task, tmp_path / "work") == 0.5
-    broken = task.model_copy(update={"evaluator": EvaluatorSpec(kind="python", function="check.py:bad")})
+    broken = task.model_copy(
+        update={"evaluator": EvaluatorSpec(kind="python", function="check.py:bad")}
+    )
     with pytest.raises(EvaluatorFailure, match="ZeroDivisionError"):
         score(broken, tmp_path / "work")
 
@@ -166,7 +189,9 @@ def test_workspaces_start_fresh_and_go_away(tmp_path: Path) -> None:
     (tmp_path / "seed" / "start.txt").write_text("s")
     workspace = Workspace(tmp_path / "w")
     workspace.create(tmp_path / "seed", "prompt")
-    assert (workspace.work / "start.txt").read_text() == "s" and workspace.prompt_file.read_text() == "prompt"
+    assert (
+        workspace.work / "start.txt"
+    ).read_text() == "s" and workspace.prompt_file.read_text() == "prompt"
     locked = workspace.work / "locked"
     locked.mkdir()
     (locked / "file").write_text("x")

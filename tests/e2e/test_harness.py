@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gyre_megatron.config.rollout import EvaluatorConfig, HarnessConfig, RolloutConfig
-from gyre_megatron.rollout.harness import HarnessContext, end_orphaned_harnesses, run_execution
-from gyre_megatron.rollout.tasks import EvaluatorSpec, Task, TaskSet
+from gyre_megatron.harness.runner import HarnessContext, end_orphaned_harnesses, run_execution
+from gyre_megatron.harness.tasks import EvaluatorSpec, Task, TaskSet
 from gyre_megatron.trajectory.records import Outcome
 from gyre_megatron.trajectory.store import TrajectoryStore
 
@@ -32,7 +32,9 @@ def fails_once(work, task):
 """
 
 
-def run(tmp_path: Path, program: str, function: str = "exists", **harness: object) -> tuple[Outcome, Path]:
+def run(
+    tmp_path: Path, program: str, function: str = "exists", **harness: object
+) -> tuple[Outcome, Path]:
     """Run a Python program as the harness; returns the outcome and the workspace's root."""
     (tmp_path / "task" / "workspace").mkdir(parents=True, exist_ok=True)
     (tmp_path / "task" / "workspace" / "given.txt").write_text("given")
@@ -40,7 +42,9 @@ def run(tmp_path: Path, program: str, function: str = "exists", **harness: objec
     (tmp_path / "harness.py").write_text(program)
     config = RolloutConfig(
         harness=HarnessConfig(
-            command=f"{sys.executable} {tmp_path / 'harness.py'} {{prompt}}", keep_workspaces=True, **harness
+            command=f"{sys.executable} {tmp_path / 'harness.py'} {{prompt}}",
+            keep_workspaces=True,
+            **harness,
         ),
         evaluator=EvaluatorConfig(retries=1),
     )
@@ -109,7 +113,9 @@ def test_limits_end_the_harness_and_the_rest_is_scored(
 ) -> None:
     outcome, root = run(tmp_path, program, timeout_s=20.0, **limits)
     assert outcome.status == "scored" and outcome.reward == 0.0
-    assert outcome.detail["harness"]["ended_by"] == ended_by and outcome.detail["harness"]["code"] != 0
+    assert (
+        outcome.detail["harness"]["ended_by"] == ended_by and outcome.detail["harness"]["code"] != 0
+    )
     big = root / "work" / "big"
     assert not big.exists() or big.stat().st_size <= 1 << 20
 
@@ -128,12 +134,20 @@ def test_an_overall_timeout_drops_the_execution(tmp_path: Path) -> None:
 
 def test_an_evaluator_gets_another_try(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path, "", function="fails_once")
-    assert outcome.status == "scored" and outcome.reward == 1.0 and len(outcome.detail["failures"]) == 1
+    assert (
+        outcome.status == "scored"
+        and outcome.reward == 1.0
+        and len(outcome.detail["failures"]) == 1
+    )
 
 
 def test_an_evaluator_that_never_works_excludes(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path, "", function="always_fails")
-    assert outcome.status == "excluded" and outcome.reward is None and len(outcome.detail["failures"]) == 2
+    assert (
+        outcome.status == "excluded"
+        and outcome.reward is None
+        and len(outcome.detail["failures"]) == 2
+    )
 
 
 def test_nothing_to_evaluate_is_a_placeholder(tmp_path: Path) -> None:
@@ -143,7 +157,11 @@ def test_nothing_to_evaluate_is_a_placeholder(tmp_path: Path) -> None:
 
 def test_a_crashed_harness_is_scored(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path, "open('done.txt', 'w').close()\nraise SystemExit(7)")
-    assert outcome.status == "scored" and outcome.reward == 1.0 and outcome.detail["harness"]["code"] == 7
+    assert (
+        outcome.status == "scored"
+        and outcome.reward == 1.0
+        and outcome.detail["harness"]["code"] == 7
+    )
 
 
 def test_orphans_of_a_crash_are_ended_and_others_are_not(tmp_path: Path) -> None:
@@ -152,7 +170,8 @@ def test_orphans_of_a_crash_are_ended_and_others_are_not(tmp_path: Path) -> None
     store.start_execution(mine)
     label = f"{store.path.resolve()}#"
     processes = [
-        subprocess.Popen(["sleep", "60"], env={"GYRE_EXECUTION": label + execution}) for execution in (mine, other)
+        subprocess.Popen(["sleep", "60"], env={"GYRE_EXECUTION": label + execution})
+        for execution in (mine, other)
     ]
     try:
         assert end_orphaned_harnesses(store) == 1

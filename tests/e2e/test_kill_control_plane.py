@@ -1,4 +1,5 @@
-"""Signal 9 to the control plane at random moments of a load: nothing that was acknowledged is lost."""
+"""Signal 9 to the control plane at random moments of a load: nothing that was acknowledged is
+lost."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ import pytest
 import uvicorn
 
 from gyre_megatron.config.rollout import HarnessConfig, RolloutConfig
-from gyre_megatron.rollout.harness import HarnessContext, end_orphaned_harnesses, run_execution
-from gyre_megatron.rollout.proxy import create_proxy_app
-from gyre_megatron.rollout.renderer import Renderer
-from gyre_megatron.rollout.router import Router
-from gyre_megatron.rollout.tasks import EvaluatorSpec, Task, TaskSet
+from gyre_megatron.engines.router import Router
+from gyre_megatron.harness.runner import HarnessContext, end_orphaned_harnesses, run_execution
+from gyre_megatron.harness.tasks import EvaluatorSpec, Task, TaskSet
+from gyre_megatron.proxy.app import create_proxy_app
+from gyre_megatron.text.renderer import Renderer
 from gyre_megatron.trajectory.store import TrajectoryStore
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_processes import EngineProcess, free_port
@@ -43,7 +44,9 @@ async def _control_plane(folder: Path, engine_url: str, port: int, ready: Event)
     end_orphaned_harnesses(store)
     store.requeue_running()
     store.add_group("g", {"task": "t"}, NUM_EXECUTIONS, 0)
-    config = RolloutConfig(harness=HarnessConfig(environment={"ACKS": str(folder / "acks")}, max_concurrent=4))
+    config = RolloutConfig(
+        harness=HarnessConfig(environment={"ACKS": str(folder / "acks")}, max_concurrent=4)
+    )
     router = Router(config.router)
     router.add_engine(0, engine_url, 16)
     renderer = Renderer.from_checkpoint(folder / "checkpoint", config.proxy)
@@ -51,7 +54,12 @@ async def _control_plane(folder: Path, engine_url: str, port: int, ready: Event)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off"))
     serving = asyncio.create_task(server.serve())
     command = f"{sys.executable} -S -E {HARNESS}"
-    task = Task(name="t", prompt="p", command=command, evaluator=EvaluatorSpec(kind="python", function="os:fspath"))
+    task = Task(
+        name="t",
+        prompt="p",
+        command=command,
+        evaluator=EvaluatorSpec(kind="python", function="os:fspath"),
+    )
     task = task.model_copy(update={"directory": folder, "evaluator": _scorer(folder)})
     context = HarnessContext(store, TaskSet([task]), config, f"http://127.0.0.1:{port}")
     waiting = [e.execution_id for e in store.executions(states=["queued"])]
@@ -69,7 +77,9 @@ async def _control_plane(folder: Path, engine_url: str, port: int, ready: Event)
 
 
 def _scorer(folder: Path) -> EvaluatorSpec:
-    (folder / "score.py").write_text("def score(work, task):\n    return float((work / 'done.txt').exists())\n")
+    (folder / "score.py").write_text(
+        "def score(work, task):\n    return float((work / 'done.txt').exists())\n"
+    )
     return EvaluatorSpec(kind="python", function="score.py:score")
 
 
@@ -104,7 +114,9 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
         engine.kill()
 
 
-def _start(folder: Path, engine_url: str, port: int) -> tuple[multiprocessing.process.BaseProcess, Event]:
+def _start(
+    folder: Path, engine_url: str, port: int
+) -> tuple[multiprocessing.process.BaseProcess, Event]:
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     process = context.Process(target=control_plane, args=(folder, engine_url, port, ready))
@@ -113,14 +125,16 @@ def _start(folder: Path, engine_url: str, port: int) -> tuple[multiprocessing.pr
 
 
 def _requeue_some(folder: Path) -> None:
-    """All executions have finished before the last kill: more work, so that every kill hits a load."""
+    """All executions have finished before the last kill: more work, so that every kill hits a
+    load."""
     store = TrajectoryStore(folder / "store.sqlite")
     store.add_group(f"more{len(store.groups())}", {"task": "t"}, NUM_EXECUTIONS, 0)
     store.close()
 
 
 def _check_store(folder: Path) -> list[str]:
-    """Whole rows only, every acknowledged answer among them; returns the executions that were running."""
+    """Whole rows only, every acknowledged answer among them; returns the executions that were
+    running."""
     store = TrajectoryStore(folder / "store.sqlite", read_only=True)
     acks = folder / "acks"
     acknowledged = set(acks.read_text().split()) if acks.exists() else set()
@@ -131,7 +145,9 @@ def _check_store(folder: Path) -> list[str]:
             for call in store.calls(execution.execution_id, attempt):
                 stored.add(f"msg_{call.call_id}")
                 node = nodes[call.node_id]
-                assert len(node.logprobs) == call.num_output_tokens == sum(n for _, n in node.versions)
+                assert (
+                    len(node.logprobs) == call.num_output_tokens == sum(n for _, n in node.versions)
+                )
                 assert node.start + node.num_context == call.num_prompt_tokens
             assert all(node.parent in nodes or node.parent == -1 for node in nodes.values())
     assert acknowledged <= stored

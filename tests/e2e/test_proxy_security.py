@@ -1,4 +1,5 @@
-"""Strangers, neighbours, oversized and senseless requests: refused in the dialect's form, and nothing is touched."""
+"""Strangers, neighbours, oversized and senseless requests: refused in the dialect's form, and
+nothing is touched."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ MESSAGE = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content
 
 # No shrinking: a request that fails is small enough to read, and shrinking over HTTP takes minutes.
 FUZZ = settings(
-    deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.explicit, Phase.generate]
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
 )
 
 
@@ -41,12 +45,16 @@ def token(server: ThreadedProxy) -> str:
 
 def post(server: ThreadedProxy, path: str, token: str | None, **request: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    return httpx.post(server.proxy.url + path, headers={"content-type": "application/json", **headers}, **request)
+    return httpx.post(
+        server.proxy.url + path, headers={"content-type": "application/json", **headers}, **request
+    )
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize("token", [None, "wrong", "gyre-", "gyre-ünïcode"])
-def test_strangers_get_401_and_touch_nothing(server: ThreadedProxy, path: str, token: str | None) -> None:
+def test_strangers_get_401_and_touch_nothing(
+    server: ThreadedProxy, path: str, token: str | None
+) -> None:
     prompts = len(server.engine.prompts)
     headers = {"authorization": f"Bearer {token}".encode()} if token is not None else {}
     response = httpx.post(server.proxy.url + path, headers=headers, content=b"not even JSON")
@@ -91,16 +99,23 @@ def test_oversized_bodies_are_refused(server: ThreadedProxy, token: str, path: s
     assert post(server, path, token, content=chunks()).status_code == 413
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b'{"a": NaN}', b"[" * 5000])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b'{"a": NaN}', b"[" * 5000]
+)
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_what_is_no_json_object_is_a_400(server: ThreadedProxy, token: str, path: str, body: bytes) -> None:
+def test_what_is_no_json_object_is_a_400(
+    server: ThreadedProxy, token: str, path: str, body: bytes
+) -> None:
     response = post(server, path, token, content=body)
     assert response.status_code == 400 and "error" in response.json()
 
 
 def test_compressed_bodies_are_refused(server: ThreadedProxy, token: str) -> None:
     headers = {"authorization": f"Bearer {token}", "content-encoding": "gzip"}
-    assert httpx.post(f"{server.proxy.url}/v1/messages", headers=headers, content=b"x").status_code == 415
+    assert (
+        httpx.post(f"{server.proxy.url}/v1/messages", headers=headers, content=b"x").status_code
+        == 415
+    )
 
 
 def test_deep_and_strange_values_do_no_harm(server: ThreadedProxy, token: str) -> None:
@@ -120,13 +135,24 @@ def words(text: str) -> st.SearchStrategy[str]:
 
 
 KEYS = words(
-    "model messages input role content type text tools tool_calls function arguments name id max_tokens stop system "
-    "tool_use_id tool_call_id call_id output instructions thinking stream_options temperature input_schema"
+    "model messages input role content type text tools tool_calls function arguments name id "
+    "max_tokens stop system "
+    "tool_use_id tool_call_id call_id output instructions thinking stream_options temperature "
+    "input_schema"
 )
-WORDS = words("user assistant system tool text tool_use tool_result image function_call custom message")
+WORDS = words(
+    "user assistant system tool text tool_use tool_result image function_call custom message"
+)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8) | WORDS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS | st.text(max_size=4), inner, max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | WORDS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(KEYS | st.text(max_size=4), inner, max_size=5)
+    ),
     max_leaves=20,
 )
 
@@ -134,8 +160,17 @@ JSON = st.recursive(
 @pytest.mark.parametrize("path", ENDPOINTS)
 @settings(FUZZ, max_examples=80)
 @given(body=st.dictionaries(KEYS, JSON, max_size=6), messages=st.lists(JSON, max_size=3))
-def test_fuzzing_finds_no_500(server: ThreadedProxy, token: str, path: str, body: dict, messages: list) -> None:
-    body = {**body, "messages": messages, "input": messages, "max_tokens": 3, "max_output_tokens": 3, "stream": False}
+def test_fuzzing_finds_no_500(
+    server: ThreadedProxy, token: str, path: str, body: dict, messages: list
+) -> None:
+    body = {
+        **body,
+        "messages": messages,
+        "input": messages,
+        "max_tokens": 3,
+        "max_output_tokens": 3,
+        "stream": False,
+    }
     response = post(server, path, token, content=json.dumps(body).encode())
     assert response.status_code < 500, response.text
 

@@ -1,4 +1,5 @@
-"""Chat templates as models publish them (shipped by trl, see install_clients.sh): proved, or refused by name."""
+"""Chat templates as models publish them (shipped by trl, see install_clients.sh): proved, or
+refused by name."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gyre_megatron.errors import TemplateError
-from gyre_megatron.rollout.chat_template import ChatTemplate
-from gyre_megatron.rollout.template_proof import prove_or_degrade
-from gyre_megatron.rollout.token_text import TokenText
-from gyre_megatron.rollout.tool_formats import detect_format
+from gyre_megatron.text.chat_template import ChatTemplate
+from gyre_megatron.text.template_proof import prove_or_degrade
+from gyre_megatron.text.token_text import TokenText
+from gyre_megatron.text.tool_formats import detect_format
 from tests.support.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.clients]

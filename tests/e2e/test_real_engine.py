@@ -1,4 +1,5 @@
-"""Claude Code and the SDKs against a real SGLang server with random weights: whatever it samples must be served."""
+"""Claude Code and the SDKs against a real SGLang server with random weights: whatever it samples
+must be served."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ import httpx
 import numpy as np
 import pytest
 
+from examples.tiny_model.checkpoint import ensure_checkpoint
 from gyre_megatron.config.cluster import EngineConfig
 from gyre_megatron.config.model import TinyModelConfig
 from gyre_megatron.config.rollout import ProxyConfig, RolloutConfig, SamplingConfig
-from gyre_megatron.rollout.server import ServerSpec, SglangServer
-from gyre_megatron.runtime.tiny_model import ensure_tiny_checkpoint
+from gyre_megatron.engines.server import ServerSpec, SglangServer
 from tests.e2e.test_clients import CLAUDE
 from tests.support.proxies import RunningProxy, running_proxy
 
@@ -31,7 +32,7 @@ CONFIG = RolloutConfig(sampling=SamplingConfig(max_new_tokens=24))
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     folder = tmp_path_factory.mktemp("engine")
-    checkpoint = ensure_tiny_checkpoint(
+    checkpoint = ensure_checkpoint(
         TinyModelConfig(max_position_embeddings=CONTEXT, vocab_size=2048), folder / "model"
     )
     engine = EngineConfig(
@@ -78,7 +79,9 @@ def rescored(server: SglangServer, ids: list[int], start: int) -> list[float]:
 
 def test_many_turns_of_random_weights_replay(server: SglangServer, tmp_path: Path) -> None:
     async def main() -> None:
-        async with running_proxy(tmp_path, [server], config=CONFIG, checkpoint=server.spec.checkpoint) as proxy:
+        async with running_proxy(
+            tmp_path, [server], config=CONFIG, checkpoint=server.spec.checkpoint
+        ) as proxy:
             execution_id, token = proxy.start_execution()
             client = anthropic.AsyncAnthropic(base_url=proxy.url, auth_token=token, api_key=None)
             messages: list = [{"role": "user", "content": "begin"}]
@@ -89,11 +92,14 @@ def test_many_turns_of_random_weights_replay(server: SglangServer, tmp_path: Pat
                 else:
                     async with client.messages.stream(**common) as stream:
                         answer = await stream.get_final_message()
-                messages += [{"role": "assistant", "content": [b.model_dump() for b in answer.content]}]
+                messages += [
+                    {"role": "assistant", "content": [b.model_dump() for b in answer.content]}
+                ]
                 messages += [{"role": "user", "content": f"turn {turn}"}]
             calls = proxy.store.calls(execution_id)
             assert all(call.num_reused_tokens > 0 for call in calls[1:])
-            # Each prompt is the last one with its answer and what is new: nothing was rendered or encoded again.
+            # Each prompt is the last one with its answer and what is new: nothing was rendered or
+            # encoded again.
             paths = recorded(proxy, execution_id)
             for (before, _, _), (ids, start, _) in itertools.pairwise(paths):
                 assert ids[: len(before)] == before and start > len(before)
@@ -103,13 +109,23 @@ def test_many_turns_of_random_weights_replay(server: SglangServer, tmp_path: Pat
     asyncio.run(main())
 
 
-def test_a_prompt_the_engine_cannot_hold_is_an_overflow(server: SglangServer, tmp_path: Path) -> None:
+def test_a_prompt_the_engine_cannot_hold_is_an_overflow(
+    server: SglangServer, tmp_path: Path
+) -> None:
     async def main() -> None:
         config = RolloutConfig(proxy=ProxyConfig(context_length=10 * CONTEXT))
-        async with running_proxy(tmp_path, [server], config=config, checkpoint=server.spec.checkpoint) as proxy:
+        async with running_proxy(
+            tmp_path, [server], config=config, checkpoint=server.spec.checkpoint
+        ) as proxy:
             _, token = proxy.start_execution()
-            client = anthropic.AsyncAnthropic(base_url=proxy.url, auth_token=token, api_key=None, max_retries=0)
-            common = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "0 " * 2 * CONTEXT}]}
+            client = anthropic.AsyncAnthropic(
+                base_url=proxy.url, auth_token=token, api_key=None, max_retries=0
+            )
+            common = {
+                "model": "m",
+                "max_tokens": 4,
+                "messages": [{"role": "user", "content": "0 " * 2 * CONTEXT}],
+            }
             with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
                 await client.messages.create(**common)
             with pytest.raises(anthropic.APIStatusError, match="prompt is too long"):
@@ -125,7 +141,9 @@ def test_claude_code_on_a_real_engine(server: SglangServer, tmp_path: Path) -> N
         pytest.fail(f"{CLAUDE} is missing; run: bash tests/e2e/install_clients.sh")
 
     async def main() -> None:
-        async with running_proxy(tmp_path, [server], config=CONFIG, checkpoint=server.spec.checkpoint) as proxy:
+        async with running_proxy(
+            tmp_path, [server], config=CONFIG, checkpoint=server.spec.checkpoint
+        ) as proxy:
             execution_id, token = proxy.start_execution()
             for name in ("home", "work"):
                 (tmp_path / name).mkdir()
@@ -141,12 +159,29 @@ def test_claude_code_on_a_real_engine(server: SglangServer, tmp_path: Path) -> N
                 "DISABLE_TELEMETRY": "1",
                 "DISABLE_AUTOUPDATER": "1",
             }
-            command = (CLAUDE, "-p", "say something", "--output-format", "json", "--dangerously-skip-permissions")
-            command += ("--tools", "Bash", "--system-prompt", "You are brief.")  # a prompt that a CPU can prefill
+            command = (
+                CLAUDE,
+                "-p",
+                "say something",
+                "--output-format",
+                "json",
+                "--dangerously-skip-permissions",
+            )
+            command += (
+                "--tools",
+                "Bash",
+                "--system-prompt",
+                "You are brief.",
+            )  # a prompt that a CPU can prefill
             process = await asyncio.create_subprocess_exec(
-                *map(str, command), "--max-turns", "3", cwd=tmp_path / "work", env=environment,
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
+                *map(str, command),
+                "--max-turns",
+                "3",
+                cwd=tmp_path / "work",
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+            )
             output, _ = await asyncio.wait_for(process.communicate(), 300)
             result = json.loads(output)
             assert result["type"] == "result" and "session_id" in result

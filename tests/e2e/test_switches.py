@@ -1,4 +1,5 @@
-"""Engines taken away in mid-answer, by the scheduler or by signal 9: harnesses notice nothing, records stay exact."""
+"""Engines taken away in mid-answer, by the scheduler or by signal 9: harnesses notice nothing,
+records stay exact."""
 
 from __future__ import annotations
 
@@ -27,15 +28,20 @@ POLICY = chain_policy()
 
 
 @asynccontextmanager
-async def cluster(folder: Path, num_engines: int) -> AsyncIterator[tuple[RunningProxy, list[EngineProcess]]]:
-    engines = [EngineProcess(version=10 + index, token_delay_s=0.004) for index in range(num_engines)]
+async def cluster(
+    folder: Path, num_engines: int
+) -> AsyncIterator[tuple[RunningProxy, list[EngineProcess]]]:
+    engines = [
+        EngineProcess(version=10 + index, token_delay_s=0.004) for index in range(num_engines)
+    ]
     try:
         for engine in engines:
             engine.start()
         for engine in engines:
             engine.wait_ready()
         config = RolloutConfig(
-            router=RouterConfig(backoff_s=0.02, max_attempts=1000), proxy=ProxyConfig(ping_interval_s=0.05)
+            router=RouterConfig(backoff_s=0.02, max_attempts=1000),
+            proxy=ProxyConfig(ping_interval_s=0.05),
         )
         async with running_proxy(folder, [], config=config, context_length=32_768) as proxy:
             for cell_id, engine in enumerate(engines):
@@ -46,11 +52,16 @@ async def cluster(folder: Path, num_engines: int) -> AsyncIterator[tuple[Running
             engine.kill()
 
 
-async def stream_call(client: httpx.AsyncClient, url: str, token: str, messages: list[dict]) -> tuple[str, int]:
-    """One streamed answer: its text as a harness puts it together, and how often its stream was opened."""
+async def stream_call(
+    client: httpx.AsyncClient, url: str, token: str, messages: list[dict]
+) -> tuple[str, int]:
+    """One streamed answer: its text as a harness puts it together, and how often its stream was
+    opened."""
     body = {"model": "m", "max_tokens": TOKENS_PER_CALL, "messages": messages, "stream": True}
     text, starts, stopped = "", 0, False
-    async with client.stream("POST", f"{url}/v1/messages", json=body, headers={"x-api-key": token}) as response:
+    async with client.stream(
+        "POST", f"{url}/v1/messages", json=body, headers={"x-api-key": token}
+    ) as response:
         assert response.status_code == 200
         async for line in response.aiter_lines():
             if not line.startswith("data:"):
@@ -73,13 +84,17 @@ async def converse(proxy: RunningProxy, group: str, stop: asyncio.Event) -> str:
         while not stop.is_set():
             text, starts = await stream_call(client, proxy.url, token, messages)
             assert starts == 1
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": "go on"},
+            ]
             check_last_call(proxy, execution_id, text)
     return execution_id
 
 
 def check_last_call(proxy: RunningProxy, execution_id: str, text: str) -> None:
-    """The recorded ids are the ones an undisturbed engine gives; each token has the log-probability of its engine."""
+    """The recorded ids are the ones an undisturbed engine gives; each token has the log-probability
+    of its engine."""
     nodes = {node.node_id: node for node in proxy.store.nodes(execution_id)}
     call = proxy.store.calls(execution_id)[-1]
     path, node = [], nodes[call.node_id]
@@ -92,11 +107,16 @@ def check_last_call(proxy: RunningProxy, execution_id: str, text: str) -> None:
     assert ids[cut:] == [next(policy) for _ in range(TOKENS_PER_CALL)]
     assert text.strip() == proxy.renderer.tokens.decode(ids[cut:]).strip()
     versions = np.repeat(*zip(*path[0].versions, strict=True)).tolist()
-    expected = [logprob_of(cut + i, token, v) for i, (token, v) in enumerate(zip(ids[cut:], versions, strict=True))]
+    expected = [
+        logprob_of(cut + i, token, v)
+        for i, (token, v) in enumerate(zip(ids[cut:], versions, strict=True))
+    ]
     assert path[0].logprobs.tolist() == expected
 
 
-async def switch_around(proxy: RunningProxy, engines: list[EngineProcess], rng: random.Random) -> dict[str, int]:
+async def switch_around(
+    proxy: RunningProxy, engines: list[EngineProcess], rng: random.Random
+) -> dict[str, int]:
     """Drains, kills and outages of all cells at once, at random moments."""
     counts = {"drain": 0, "kill": 0, "outage": 0}
     for _ in range(NUM_SWITCHES):
@@ -122,14 +142,17 @@ def test_random_switches_go_unnoticed(tmp_path: Path) -> None:
     async def main() -> None:
         async with cluster(tmp_path, 3) as (proxy, engines):
             stop = asyncio.Event()
-            talks = [asyncio.create_task(converse(proxy, f"g{i}", stop)) for i in range(NUM_EXECUTIONS)]
+            talks = [
+                asyncio.create_task(converse(proxy, f"g{i}", stop)) for i in range(NUM_EXECUTIONS)
+            ]
             counts = await switch_around(proxy, engines, random.Random(7))
             stop.set()
             executions = await asyncio.gather(*talks)
             moved = sum(len(n.versions) > 1 for e in executions for n in proxy.store.nodes(e))
             calls = sum(len(proxy.store.calls(e)) for e in executions)
             print(
-                f"switches {counts}, calls {calls}, answers of several engines {moved}, {proxy.router.rerouted_calls=}"
+                f"switches {counts}, calls {calls}, answers of several engines {moved}, "
+                f"{proxy.router.rerouted_calls=}"
             )
             assert sum(counts.values()) == NUM_SWITCHES and min(counts.values()) > 0
             assert proxy.router.lost_calls == 0 and moved > 50 and calls > NUM_EXECUTIONS

@@ -1,4 +1,5 @@
-"""The main job with real Megatron-Core, real SGLang and the demo's harness: small runs, kills, resumes, layouts."""
+"""The main job with real Megatron-Core, real SGLang and the demo's harness: small runs, kills,
+resumes, layouts."""
 
 from __future__ import annotations
 
@@ -45,7 +46,14 @@ def trained_steps(directory: Path) -> dict[str, int | None]:
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_from_its_checkpoint_and_loses_nothing(tmp_path: Path):
-    small = ["--set", "run.num_steps=7", "--set", "run.checkpoint_interval=2", "--set", "scheduler.max_lag_steps=1"]
+    small = [
+        "--set",
+        "run.num_steps=7",
+        "--set",
+        "run.checkpoint_interval=2",
+        "--set",
+        "scheduler.max_lag_steps=1",
+    ]
     with training_run(tmp_path, *small) as run:
         run.wait_for_steps(3, timeout_s=180)
         run.kill_everything()
@@ -88,7 +96,9 @@ def test_a_burst_of_two_steps_brings_joining_cells_to_the_cores_weights(tmp_path
     assert [record["staleness"] for record in records] == [0, 1, 0, 1], (
         "the second step of a burst trains older samples"
     )
-    assert sum(record["micro_steps_by_cell"].get("1", 0) for record in records) > 0, "the satellite must have trained"
+    assert sum(record["micro_steps_by_cell"].get("1", 0) for record in records) > 0, (
+        "the satellite must have trained"
+    )
     assert records[-1]["role_switches"] >= 6
     assert all(record["logprob_gap"] <= 1e-4 for record in records)
 

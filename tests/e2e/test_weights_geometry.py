@@ -1,4 +1,5 @@
-"""The written SGLang layout against a dry run of SGLang's own modules, for every family, also those no CPU serves."""
+"""The written SGLang layout against a dry run of SGLang's own modules, for every family, also those
+no CPU serves."""
 
 from __future__ import annotations
 
@@ -12,9 +13,16 @@ from gyre_megatron.weights.cell_sync import engine_layout
 from gyre_megatron.weights.sglang import SglangLayout
 
 CASES = [
-    ("dense", 8, 1, 1), ("dense", 2, 1, 1), ("tied", 2, 1, 1), ("moe", 4, 4, 1), ("moe", 4, 1, 2), ("mla", 4, 2, 1),
-    ("mla", 2, 1, 2), ("hybrid", 4, 2, 1), ("hybrid", 2, 1, 1),
-]  # fmt: skip
+    ("dense", 8, 1, 1),
+    ("dense", 2, 1, 1),
+    ("tied", 2, 1, 1),
+    ("moe", 4, 4, 1),
+    ("moe", 4, 1, 2),
+    ("mla", 4, 2, 1),
+    ("mla", 2, 1, 2),
+    ("hybrid", 4, 2, 1),
+    ("hybrid", 2, 1, 1),
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +32,24 @@ def probed(tmp_path_factory):
     from tests.support.megatron_models import ARCHITECTURES
 
     folder = tmp_path_factory.mktemp("geometry")
-    names = [f"{write_config(ARCHITECTURES[f], folder / f)}:{tp}:{ep}:{dp}" for f, tp, ep, dp in CASES]
+    names = [
+        f"{write_config(ARCHITECTURES[f], folder / f)}:{tp}:{ep}:{dp}" for f, tp, ep, dp in CASES
+    ]
     command = [sys.executable, "-m", "tests.support.sglang_meta", str(folder), *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [
-        [json.loads((folder / f"{number}-{rank}.json").read_text()) for rank in sorted({0, case[1] - 1})]
+        [
+            json.loads((folder / f"{number}-{rank}.json").read_text())
+            for rank in sorted({0, case[1] - 1})
+        ]
         for number, case in enumerate(CASES)
     ]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
+@pytest.mark.parametrize(
+    "number", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES]
+)
 def test_written_layout_is_what_the_modules_do(probed, number):
     from tests.support.megatron_models import ARCHITECTURES
 

@@ -1,4 +1,5 @@
-"""A real Megatron cell publishes into a real SGLang server: same log-probabilities, same bits, faults leave the old."""
+"""A real Megatron cell publishes into a real SGLang server: same log-probabilities, same bits,
+faults leave the old."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from gyre_megatron.config.cluster import EngineConfig
-from gyre_megatron.rollout.server import ServerSpec, SglangServer
+from gyre_megatron.engines.server import ServerSpec, SglangServer
 from tests.dist.ranks import RankPool
 from tests.e2e import install_jobs
 from tests.support.checkpoints import make_checkpoint
@@ -38,7 +39,9 @@ def _checkpoint(family: str, folder: Path) -> Path:
     architecture = ARCHITECTURES[family].model_copy(update={"vocab_size": 512})
     make_checkpoint(folder)
     (folder / "config.json").write_text(json.dumps(hf_config(architecture)))
-    weights = {n: 1 + 0.1 * t if "norm" in n else 0.08 * t for n, t in whole_weights(architecture).items()}
+    weights = {
+        n: 1 + 0.1 * t if "norm" in n else 0.08 * t for n, t in whole_weights(architecture).items()
+    }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -49,9 +52,15 @@ class Cell:
     def __init__(self, family: str, tp: int, layout: dict[str, int], folder: Path) -> None:
         self.checkpoint, self.folder = _checkpoint(family, folder / "checkpoint"), folder
         engine = EngineConfig(
-            dtype="float32", context_length=2048, max_total_tokens=8192, max_running_requests=8, mem_fraction_static=0.9
+            dtype="float32",
+            context_length=2048,
+            max_total_tokens=8192,
+            max_running_requests=8,
+            mem_fraction_static=0.9,
         )
-        self.server = SglangServer(ServerSpec(self.checkpoint, tp, "cpu", "127.0.0.1", 0, folder / "log"), engine)
+        self.server = SglangServer(
+            ServerSpec(self.checkpoint, tp, "cpu", "127.0.0.1", 0, folder / "log"), engine
+        )
         self.server.start()
         self.ranks = RankPool(4)
         self.server.wait_until_ready()
@@ -65,9 +74,11 @@ class Cell:
         scores, version = [], ""
         for ids in SEQUENCES:
             body = dict(
-                input_ids=ids, return_logprob=True, logprob_start_len=0,
+                input_ids=ids,
+                return_logprob=True,
+                logprob_start_len=0,
                 sampling_params=dict(max_new_tokens=1, temperature=0, ignore_eos=True),
-            )  # fmt: skip
+            )
             info = self.server.generate(body)["meta_info"]
             scores.append([entry[0] for entry in info["input_token_logprobs"][1:]])
             version = info["weight_version"]
@@ -116,7 +127,10 @@ def _agrees_after_every_publish(cell: Cell) -> None:
 
 
 def _calls_in_flight_go_on(cell: Cell) -> None:
-    body = dict(input_ids=SEQUENCES[0], sampling_params=dict(max_new_tokens=600, temperature=1, ignore_eos=True))
+    body = dict(
+        input_ids=SEQUENCES[0],
+        sampling_params=dict(max_new_tokens=600, temperature=1, ignore_eos=True),
+    )
     answers: list[dict] = []
     call = threading.Thread(target=lambda: answers.append(cell.server.generate(body)))
     call.start()
@@ -134,7 +148,9 @@ def _fault_leaves_the_old_version(cell: Cell, fault: str) -> None:
     before, version = cell.served()
     cell.ranks.run(install_jobs.step)
     told = cell.publish(90, fault)
-    assert all("given up" in message and "previous weights stay" in message for message in told), told
+    assert all("given up" in message and "previous weights stay" in message for message in told), (
+        told
+    )
     assert cell.served() == (before, version)
     assert cell.publish(int(version) + 1) == [""] * 4
     assert cell.difference() < TOLERANCE
@@ -144,7 +160,9 @@ def _a_hundred_publishes_leave_nothing_behind(cell: Cell) -> None:
     def engine() -> tuple[int, int]:
         tree = psutil.Process(cell.server._process.pid)
         processes = [tree, *tree.children(recursive=True)]
-        return sum(p.num_fds() for p in processes), sum(p.memory_info().rss for p in processes) >> 20
+        return sum(p.num_fds() for p in processes), sum(
+            p.memory_info().rss for p in processes
+        ) >> 20
 
     cell.ranks.run(install_jobs.publish_often, 10, 1000)
     descriptors, resident_mib = engine()

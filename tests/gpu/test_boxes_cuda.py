@@ -1,13 +1,22 @@
-"""The CUDA path of copy_boxes and checksum_boxes against the plain reference. Run: pytest -m gpu tests/gpu."""
+"""The CUDA path of copy_boxes and checksum_boxes against the plain reference. Run: pytest -m gpu
+tests/gpu."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from gyre_megatron.ops.boxes import checksum_boxes, checksum_boxes_reference, copy_boxes, copy_boxes_reference
+from gyre_megatron.ops.boxes import (
+    checksum_boxes,
+    checksum_boxes_reference,
+    copy_boxes,
+    copy_boxes_reference,
+)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 TABLE = [
     [0, 0, 0, 16, 3, 40, 256, 40 * 512, 512, 1, 40 * 300, 300, 1],  # rows, aligned on one side only
@@ -48,7 +57,9 @@ def test_device_to_page_locked_shared_memory_and_back(tmp_path):
     table = torch.tensor([[0, 0, 0, 0, 1, 512, 512, 0, 512, 1, 0, 1, 512]])  # transposed on the way
     copy_boxes([source], [slot.view(torch.float32)], table)
     torch.cuda.synchronize()
-    assert torch.equal(slot.view(torch.float32).reshape(512, 512), source.cpu().reshape(512, 512).t())
+    assert torch.equal(
+        slot.view(torch.float32).reshape(512, 512), source.cpu().reshape(512, 512).t()
+    )
     back = torch.zeros_like(source)
     copy_boxes([slot.view(torch.float32)], [back], table)
     assert torch.equal(back, source)

@@ -57,5 +57,8 @@ def test_flex_attention_equals_dense_softmax(seed: int) -> None:
     grad = torch.randn_like(actual)
     actual.backward(grad)
     expected.backward(grad.double())
-    for mine, other in ((actual, expected), *((a.grad, b.grad) for a, b in zip(tensors, exact, strict=True))):
+    for mine, other in (
+        (actual, expected),
+        *((a.grad, b.grad) for a, b in zip(tensors, exact, strict=True)),
+    ):
         assert float((mine.double() - other).norm() / other.norm()) < 5e-3

@@ -1,1 +1,2 @@
-"""What tests of several rooms share: tiny checkpoints, a scripted engine, a proxy to run against."""
+"""What tests of several rooms share: tiny checkpoints, a scripted engine, a proxy to run
+against."""

@@ -11,7 +11,10 @@ def call(messages):
     request = urllib.request.Request(
         os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages",
         json.dumps(body).encode(),
-        {"authorization": "Bearer " + os.environ["ANTHROPIC_AUTH_TOKEN"], "content-type": "application/json"},
+        {
+            "authorization": "Bearer " + os.environ["ANTHROPIC_AUTH_TOKEN"],
+            "content-type": "application/json",
+        },
     )
     text, identity, stopped = "", None, False
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -19,7 +22,9 @@ def call(messages):
             if line.startswith(b"data:"):
                 event = json.loads(line[5:])
                 identity = event["message"]["id"] if event["type"] == "message_start" else identity
-                text += event["delta"].get("text", "") if event["type"] == "content_block_delta" else ""
+                text += (
+                    event["delta"].get("text", "") if event["type"] == "content_block_delta" else ""
+                )
                 stopped |= event["type"] == "message_stop"
     assert stopped
     return identity, text

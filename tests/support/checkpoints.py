@@ -1,4 +1,5 @@
-"""Checkpoints without weights: a byte-level BPE trained on the standard library, a chat template, a config."""
+"""Checkpoints without weights: a byte-level BPE trained on the standard library, a chat template, a
+config."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 TEMPLATES = Path(__file__).with_name("templates")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-VISIBLE = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>"]
+VISIBLE = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "<tool_response>",
+    "</tool_response>",
+]
 
 
 @lru_cache(maxsize=1)
@@ -23,9 +31,13 @@ def tokenizer_json(vocabulary: int = 500) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=vocabulary,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train_from_iterator([inspect.getsource(m) for m in (codecs, inspect, json, textwrap)], trainer)
+    tokenizer.train_from_iterator(
+        [inspect.getsource(m) for m in (codecs, inspect, json, textwrap)], trainer
+    )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in VISIBLE])
     return tokenizer.to_str()
 

@@ -1,4 +1,5 @@
-"""Scripted engines as processes of their own, so that a test can kill one with signal 9 and bring it back."""
+"""Scripted engines as processes of their own, so that a test can kill one with signal 9 and bring
+it back."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import uvicorn
 
 from gyre_megatron.config.rollout import RolloutConfig
-from gyre_megatron.rollout.proxy import create_proxy_app
-from gyre_megatron.rollout.renderer import Renderer
-from gyre_megatron.rollout.router import Router
+from gyre_megatron.engines.router import Router
+from gyre_megatron.proxy.app import create_proxy_app
+from gyre_megatron.text.renderer import Renderer
 from gyre_megatron.trajectory.store import TrajectoryStore
 from tests.support.checkpoints import make_checkpoint
 from tests.support.scripted_engine import ScriptedEngine
@@ -45,7 +45,8 @@ async def running_proxy(
     context_length: int = 8192,
     checkpoint: Path | None = None,
 ) -> AsyncIterator[RunningProxy]:
-    """Serve until the block ends; without a checkpoint one with `template` and no weights is made."""
+    """Serve until the block ends; without a checkpoint one with `template` and no weights is
+    made."""
     config = config or RolloutConfig()
     store = TrajectoryStore(folder / "store.sqlite")
     router = Router(config.router)
@@ -59,7 +60,9 @@ async def running_proxy(
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         serving = asyncio.create_task(server.serve([sock]))
         try:
-            yield RunningProxy(f"http://127.0.0.1:{sock.getsockname()[1]}", store, router, renderer, config)
+            yield RunningProxy(
+                f"http://127.0.0.1:{sock.getsockname()[1]}", store, router, renderer, config
+            )
         finally:
             server.should_exit = True
             server.force_exit = True

@@ -1,4 +1,5 @@
-"""The check behind every claim of token exactness: the store against what the engine was fed and produced."""
+"""The check behind every claim of token exactness: the store against what the engine was fed and
+produced."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from gyre_megatron.trajectory.store import TrajectoryStore
 from tests.support.scripted_engine import ScriptedEngine, logprob_of
 
 
-def recorded_calls(store: TrajectoryStore, execution_id: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def recorded_calls(
+    store: TrajectoryStore, execution_id: str
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(prompt ids, sampled ids) of every call, rebuilt from the nodes in the store."""
     nodes = {node.node_id: node for node in store.nodes(execution_id)}
     calls = []
@@ -27,7 +30,8 @@ def recorded_calls(store: TrajectoryStore, execution_id: str) -> list[tuple[tupl
 
 
 def assert_replays(store: TrajectoryStore, execution_id: str, engine: ScriptedEngine) -> None:
-    """The calls of the store are those the engine saw, token for token, with its log-probabilities; none is missing."""
+    """The calls of the store are those the engine saw, token for token, with its log-probabilities;
+    none is missing."""
     seen = Counter(zip(map(tuple, engine.prompts), map(tuple, engine.outputs), strict=True))
     assert Counter(recorded_calls(store, execution_id)) == seen
     starts = {call.node_id: call.num_prompt_tokens for call in store.calls(execution_id)}
@@ -35,5 +39,7 @@ def assert_replays(store: TrajectoryStore, execution_id: str, engine: ScriptedEn
         if node.sampled:
             sampled = node.token_ids[node.num_context :].tolist()
             start = starts[node.node_id]
-            assert node.logprobs.tolist() == [logprob_of(start + i, t, engine.version) for i, t in enumerate(sampled)]
+            assert node.logprobs.tolist() == [
+                logprob_of(start + i, t, engine.version) for i, t in enumerate(sampled)
+            ]
             assert node.versions == ((engine.version, len(sampled)),)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gyre_megatron.rollout.renderer import Renderer
+from gyre_megatron.text.renderer import Renderer
 
 SUB_TASK = "SUBTASK-7"
 SUB_RESULT = "sub result 42"
@@ -18,7 +18,8 @@ def tool_call(name: str, **arguments: Any) -> str:
 
 
 class ScriptedAgent:
-    """A policy for ScriptedEngine: `answer(prompt text, last message)` gives the next answer's text.
+    """A policy for ScriptedEngine: `answer(prompt text, last message)` gives the next answer's
+    text.
 
     Set `renderer` once the proxy runs; the answer is encoded with its tokenizer and ends the turn.
     """
@@ -38,7 +39,8 @@ class ScriptedAgent:
 def scenario(
     main: Sequence[str], summary_mark: str, summary: str, sub: Sequence[str] = ()
 ) -> Callable[[str, str], str]:
-    """Answers of a main agent in order, of a sub-agent in order, and of a compaction, told apart by their prompts."""
+    """Answers of a main agent in order, of a sub-agent in order, and of a compaction, told apart by
+    their prompts."""
     turns = {"main": iter(main), "sub": iter(sub)}
 
     def answer(text: str, last: str) -> str:

@@ -1,8 +1,9 @@
 """An engine that speaks SGLang's /generate and answers from a policy function, token by token.
 
-It stands in for a model only where a test must know each token beforehand. Log-probabilities are a function of the
-prefix and of the engine's version, so a recorded pair can be traced to the engine that produced it. As a program:
-`python -m tests.support.scripted_engine --port P [--version V] [--token-delay-s D]` serves the `chain` policy.
+It stands in for a model only where a test must know each token beforehand. Log-probabilities are a
+function of the prefix and of the engine's version, so a recorded pair can be traced to the engine
+that produced it. As a program: `python -m tests.support.scripted_engine --port P [--version V]
+[--token-delay-s D]` serves the `chain` policy.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class ScriptedEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        with contextlib.suppress(ConnectionResetError):  # the proxy hung up: as SGLang does, drop the request
+        with contextlib.suppress(
+            ConnectionResetError
+        ):  # the proxy hung up: as SGLang does, drop the request
             await self._answer(request, response)
         return response
 
@@ -90,7 +93,9 @@ class ScriptedEngine:
         prompt, sampling, rid = body["input_ids"], body["sampling_params"], body["rid"]
         self.prompts.append(prompt)
         await response.prepare(request)
-        self._routed_from = body.get("routed_experts_start_len") if body.get("return_routed_experts") else None
+        self._routed_from = (
+            body.get("routed_experts_start_len") if body.get("return_routed_experts") else None
+        )
         output: list[int] = []
         self.outputs.append(output)
         stops, limit = set(sampling.get("stop_token_ids") or ()), sampling["max_new_tokens"]
@@ -107,7 +112,9 @@ class ScriptedEngine:
                 sent = len(output)
         await response.write(b"data: [DONE]\n\n")
 
-    def _step(self, policy: Iterable[int], output: list[int], stops: set[int], limit: int) -> dict | None:
+    def _step(
+        self, policy: Iterable[int], output: list[int], stops: set[int], limit: int
+    ) -> dict | None:
         token = next(policy, None)
         if token is None:
             return {"type": "stop", "matched": None}
@@ -116,7 +123,9 @@ class ScriptedEngine:
             return {"type": "stop", "matched": token}
         return {"type": "length", "length": limit} if len(output) >= limit else None
 
-    def _event(self, rid: str, prompt_length: int, output: list[int], sent: int, finish: dict | None) -> bytes:
+    def _event(
+        self, rid: str, prompt_length: int, output: list[int], sent: int, finish: dict | None
+    ) -> bytes:
         start = sent if self.incremental else 0
         entries = [
             [logprob_of(prompt_length + index, token, self.version), token, None]
@@ -132,10 +141,16 @@ class ScriptedEngine:
             "output_token_logprobs": entries,
         }
         if finish is not None and self._routed_from is not None:
-            positions = np.arange(self._routed_from, prompt_length + len(output) - 1, dtype=np.int32)
+            positions = np.arange(
+                self._routed_from, prompt_length + len(output) - 1, dtype=np.int32
+            )
             rows = np.repeat(positions, 2 * 2) * 10 + self.version  # 2 layers, 2 experts a token
             meta["routed_experts"] = base64.b64encode(rows.astype(np.int32).tobytes()).decode()
-        return b"data: " + orjson.dumps({"text": "", "output_ids": output[start:], "meta_info": meta}) + b"\n\n"
+        return (
+            b"data: "
+            + orjson.dumps({"text": "", "output_ids": output[start:], "meta_info": meta})
+            + b"\n\n"
+        )
 
 
 async def _main(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,5 @@
-"""SGLang's own model classes built without memory for one tensor-parallel rank, and their probed geometry.
+"""SGLang's own model classes built without memory for one tensor-parallel rank, and their probed
+geometry.
 
 `python -m tests.support.sglang_meta OUT CHECKPOINT:TP:EP:DP_ATTENTION ...` writes the first and last rank's tensors and
 pieces as OUT/<case number>-<rank>.json, each in a process forked after the imports.
@@ -14,7 +15,7 @@ from pathlib import Path
 
 
 def _import_sglang() -> None:
-    from gyre_megatron.rollout.sglang_cpu import launch
+    from gyre_megatron.cpu.sglang import launch
 
     launch.install()
     import torch
@@ -51,15 +52,27 @@ def build(checkpoint: str, tp: int, rank: int, ep: int = 1, dp: int = 1, device:
 
     extra = dict(dp_size=dp, enable_dp_attention=True) if dp > 1 else {}
     args = ServerArgs(
-        model_path=checkpoint, device="cpu", attention_backend="torch_native", sampling_backend="pytorch",
-        dtype="float32", tp_size=tp, ep_size=ep, disable_cuda_graph=True, disable_custom_all_reduce=True,
-        disable_radix_cache=True, skip_tokenizer_init=True, **extra,
-    )  # fmt: skip
+        model_path=checkpoint,
+        device="cpu",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        dtype="float32",
+        tp_size=tp,
+        ep_size=ep,
+        disable_cuda_graph=True,
+        disable_custom_all_reduce=True,
+        disable_radix_cache=True,
+        skip_tokenizer_init=True,
+        **extra,
+    )
     args = (args.resolve() if hasattr(args, "resolve") else args) or args
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
     initialize_moe_config()
     model_config = ModelConfig(model_path=checkpoint, dtype="float32")
-    for name in ("linear_num_key_heads", "linear_num_value_heads"):  # a server's model runner sets these on a CPU
+    for name in (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    ):  # a server's model runner sets these on a CPU
         if hasattr(model_config.hf_config, name):
             setattr(model_config.hf_config, f"{name}_cpu", getattr(model_config.hf_config, name))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp)
@@ -81,13 +94,17 @@ def build(checkpoint: str, tp: int, rank: int, ep: int = 1, dp: int = 1, device:
 def geometry(checkpoint: str, tp: int, rank: int, ep: int = 1, dp: int = 1) -> dict:
     """Tensors and pieces of one rank, as the loader in a server would report them."""
     from gyre_megatron.config.model import Architecture
-    from gyre_megatron.rollout.weight_probe import probe
+    from gyre_megatron.engines.probe import probe
     from gyre_megatron.weights.shadow import tensor_specs
 
     model = build(checkpoint, tp, rank, ep, dp)
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     pieces = probe(model, Architecture.from_checkpoint(checkpoint), parameters)
-    return {"rank": rank, "tensors": [spec._asdict() for spec in tensor_specs(parameters)], "pieces": pieces}
+    return {
+        "rank": rank,
+        "tensors": [spec._asdict() for spec in tensor_specs(parameters)],
+        "pieces": pieces,
+    }
 
 
 def _rank(checkpoint: str, tp: int, rank: int, ep: int, dp: int, out: Path) -> None:
@@ -99,7 +116,9 @@ def main(out: Path, cases: list[str]) -> None:
     context = multiprocessing.get_context("fork")
     for number, case in enumerate(cases):
         checkpoint, tp, ep, dp = case.split(":")
-        for rank in sorted({0, int(tp) - 1}):  # the first and the last: where padding and replication show
+        for rank in sorted(
+            {0, int(tp) - 1}
+        ):  # the first and the last: where padding and replication show
             arguments = (checkpoint, int(tp), rank, int(ep), int(dp), out / f"{number}-{rank}.json")
             process = context.Process(target=_rank, args=arguments)
             process.start()

@@ -1,4 +1,5 @@
-"""Whole training runs as a user starts them: torchrun in a process of its own, watched and ended by process id."""
+"""Whole training runs as a user starts them: torchrun in a process of its own, watched and ended by
+process id."""
 
 from __future__ import annotations
 
@@ -21,15 +22,31 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 class TrainingRun:
     """One `torchrun launch/train_gyre.py` with everything it started."""
 
-    def __init__(self, root: Path, *arguments: str, ranks: int = 2, config: str = "configs/demo_cpu.yaml") -> None:
+    def __init__(
+        self, root: Path, *arguments: str, ranks: int = 2, config: str = "configs/demo_cpu.yaml"
+    ) -> None:
         self.directory = root / "demo"
-        command = [str(TORCHRUN), "--standalone", "--nproc-per-node", str(ranks), "launch/train_gyre.py"]
+        command = [
+            str(TORCHRUN),
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "launch/train_gyre.py",
+        ]
         command += ["--config", config, "--set", f"run.root={root}", *arguments]
-        environment = os.environ | {"PATH": f"{TORCHRUN.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PATH": f"{TORCHRUN.parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
         self.output_file = root / f"output-{time.monotonic_ns()}.txt"
         with self.output_file.open("wb") as output:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
         self._seen: dict[int, psutil.Process] = {}
 
@@ -50,7 +67,9 @@ class TrainingRun:
             self.note_processes()
             if time.monotonic() > deadline:
                 self.kill_everything()
-                raise AssertionError(f"the run did not end within {timeout_s} s:\n{self.output[-4000:]}")
+                raise AssertionError(
+                    f"the run did not end within {timeout_s} s:\n{self.output[-4000:]}"
+                )
             time.sleep(0.2)
         return self.process.returncode
 

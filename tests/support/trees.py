@@ -26,7 +26,9 @@ class TreeBuilder:
     def context(self, parent: Node | None, num_tokens: int) -> Node:
         """Rendered tokens."""
         self._count += 1
-        return self.forest.add_context(parent, b"c%d" % self._count, np.arange(num_tokens, dtype=np.int32))
+        return self.forest.add_context(
+            parent, b"c%d" % self._count, np.arange(num_tokens, dtype=np.int32)
+        )
 
     def call(
         self,
@@ -37,7 +39,8 @@ class TreeBuilder:
         finish: str = "stop",
         lead: int = 2,
     ) -> Node:
-        """An answer of `num_sampled` tokens after `lead` tokens of generation prompt, stored at once."""
+        """An answer of `num_sampled` tokens after `lead` tokens of generation prompt, stored at
+        once."""
         self._count += 1
         node = Node(
             node_id=self.store.new_node_id(),
@@ -55,9 +58,20 @@ class TreeBuilder:
             self.forest.add_sampled(node)
         now = time.time()
         call = Call(
-            node.call_id, self.execution_id, self.attempt, node.node_id, "anthropic", role, state, finish,
-            parent.end + lead, 0, num_sampled, now, now,
-        )  # fmt: skip
+            node.call_id,
+            self.execution_id,
+            self.attempt,
+            node.node_id,
+            "anthropic",
+            role,
+            state,
+            finish,
+            parent.end + lead,
+            0,
+            num_sampled,
+            now,
+            now,
+        )
         nodes = [*self.forest.unsaved(parent), node]
         self.store.add_call(call, nodes).result()
         for stored in nodes:
@@ -77,5 +91,8 @@ def open_store(folder: Path) -> TrajectoryStore:
 def as_plain(node: Node) -> Node:
     """A node in a form that compares by value."""
     return replace(
-        node, token_ids=tuple(node.token_ids.tolist()), logprobs=tuple(node.logprobs.tolist()), persisted=True
+        node,
+        token_ids=tuple(node.token_ids.tolist()),
+        logprobs=tuple(node.logprobs.tolist()),
+        persisted=True,
     )

@@ -64,7 +64,9 @@ def test_large_boxes_run_on_threads_and_equal_the_reference():
 
 def test_checksum_adds_up_over_disjoint_senders_and_sees_position():
     tensor = torch.randn(64, 32)
-    halves = [torch.tensor([[0, i * 1024, 0, i * 1024, 1, 32, 32, 0, 32, 1, 0, 32, 1]]) for i in (0, 1)]
+    halves = [
+        torch.tensor([[0, i * 1024, 0, i * 1024, 1, 32, 32, 0, 32, 1, 0, 32, 1]]) for i in (0, 1)
+    ]
     parts = [checksum_boxes([tensor], [tensor], half)[0] for half in halves]
     assert wrap64(sum(parts)) == box_checksum(tensor)
     swapped = tensor.clone()
@@ -94,7 +96,9 @@ boxes = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=3, ma
 def _elements(box: Box) -> set[tuple[int, ...]]:
     import itertools
 
-    return set(itertools.product(*(range(s, s + n) for s, n in zip(box.start, box.shape, strict=True))))
+    return set(
+        itertools.product(*(range(s, s + n) for s, n in zip(box.start, box.shape, strict=True)))
+    )
 
 
 @settings(max_examples=200, deadline=None)

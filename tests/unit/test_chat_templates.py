@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gyre_megatron.errors import TemplateError
-from gyre_megatron.rollout.chat_template import ChatTemplate
-from gyre_megatron.rollout.template_proof import conversations, prove, prove_or_degrade
-from gyre_megatron.rollout.token_text import TokenText
+from gyre_megatron.text.chat_template import ChatTemplate
+from gyre_megatron.text.template_proof import conversations, prove, prove_or_degrade
+from gyre_megatron.text.token_text import TokenText
 from tests.support.checkpoints import TEMPLATES, make_checkpoint
 
 SPECIAL = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
@@ -36,7 +36,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> TokenText:
         ("qwen3_8", {}, False),
     ],
 )
-def test_pieces_equal_the_whole(name: str, variables: dict, keeps_answers: bool, tokens: TokenText) -> None:
+def test_pieces_equal_the_whole(
+    name: str, variables: dict, keeps_answers: bool, tokens: TokenText
+) -> None:
     template = load(name, **variables)
     proof = prove_or_degrade(template, tokens, max_steps=2)
     assert template.supports_tools and template.supports_parallel_tools
@@ -44,7 +46,9 @@ def test_pieces_equal_the_whole(name: str, variables: dict, keeps_answers: bool,
     assert proof.keeps_answers == keeps_answers
 
 
-def test_mid_list_system_messages_are_given_up_where_the_template_refuses_them(tokens: TokenText) -> None:
+def test_mid_list_system_messages_are_given_up_where_the_template_refuses_them(
+    tokens: TokenText,
+) -> None:
     assert load("qwen3").supports_mid_system
     assert not load("qwen3_8").supports_mid_system
 
@@ -54,17 +58,25 @@ def test_a_template_that_rewrites_earlier_messages_is_refused_by_name(tokens: To
         prove(load("unstable"), tokens)
 
 
-def test_the_proof_sees_a_piece_that_is_wrong(tokens: TokenText, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_sees_a_piece_that_is_wrong(
+    tokens: TokenText, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = load("qwen3")
     piece = template.piece
-    monkeypatch.setattr(template, "piece", lambda previous, messages: piece(previous, messages).replace("tool", "tol"))
+    monkeypatch.setattr(
+        template,
+        "piece",
+        lambda previous, messages: piece(previous, messages).replace("tool", "tol"),
+    )
     with pytest.raises(TemplateError, match="cannot be rendered incrementally"):
         prove(template, tokens, max_steps=1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_coder", "hermes", "chatml"])
 def test_rendering_equals_transformers(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    transformers = pytest.importorskip(
+        "transformers", reason="compares with transformers, which is not installed"
+    )
     folder = make_checkpoint(tmp_path, name)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

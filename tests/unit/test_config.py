@@ -23,17 +23,25 @@ def write(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    return write(tmp_path / "base.yaml", "model: {tiny: {seed: 3}}\nrun: {num_steps: 7, name: base}\n")
+    return write(
+        tmp_path / "base.yaml", "model: {tiny: {seed: 3}}\nrun: {num_steps: 7, name: base}\n"
+    )
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name
+)
 def test_every_shipped_run_file_parses(file: Path):
     assert isinstance(load_config(file).config, GyreConfig)
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "models").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs" / "models").glob("*.yaml")), ids=lambda file: file.stem
+)
 def test_every_model_overlay_composes_into_a_run(tmp_path: Path, file: Path):
-    run = write(tmp_path / "run.yaml", f"base: [{file}]\nmodel: {{checkpoint: /models/{file.stem}}}\n")
+    run = write(
+        tmp_path / "run.yaml", f"base: [{file}]\nmodel: {{checkpoint: /models/{file.stem}}}\n"
+    )
     architecture = load_config(run).config.model.architecture
     assert architecture is not None and architecture.num_layers > 1
 
@@ -50,7 +58,9 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path):
 
 def test_files_compose_and_later_wins(tmp_path: Path, base: Path):
     other = write(tmp_path / "other.yaml", "run: {num_steps: 8}\nscheduler: {cell_capacity: 2}\n")
-    top = write(tmp_path / "top.yaml", "base: [base.yaml, other.yaml]\nscheduler: {groups_per_step: 3}\n")
+    top = write(
+        tmp_path / "top.yaml", "base: [base.yaml, other.yaml]\nscheduler: {groups_per_step: 3}\n"
+    )
     loaded = load_config(top, ["run.seed=5", "training.optimizer.lr=1e-4"])
     config = loaded.config
     assert (config.run.num_steps, config.run.name, config.run.seed) == (8, "base", 5)
@@ -77,7 +87,10 @@ def test_a_config_cannot_be_changed_after_loading(base: Path):
         ("run: {num_steps: many}", "run.num_steps: .*valid integer"),
         ("run: {name: a/b}", "run.name"),
         ("model: {checkpoint: /x, tiny: {}}", "exactly one of model.checkpoint"),
-        ("scheduler: {policy: async}\ncluster: {num_cells: 1}", "async needs cluster.num_cells >= 2"),
+        (
+            "scheduler: {policy: async}\ncluster: {num_cells: 1}",
+            "async needs cluster.num_cells >= 2",
+        ),
         ("base: [missing.yaml]", "no configuration file .*missing.yaml"),
         ("base: [bad.yaml]", "names itself"),
         ("- a\n- b", "holds a list"),
@@ -86,7 +99,9 @@ def test_a_config_cannot_be_changed_after_loading(base: Path):
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str):
     file = tmp_path / "bad.yaml"
-    file.write_text(text if "model" in text or text[0] in "-" else f"model: {{tiny: {{}}}}\n{text}\n")
+    file.write_text(
+        text if "model" in text or text[0] in "-" else f"model: {{tiny: {{}}}}\n{text}\n"
+    )
     with pytest.raises(ConfigError, match=message):
         load_config(file)
 
@@ -100,8 +115,13 @@ def test_show_prints_each_value_with_its_origin(base: Path, capsys):
     assert main(["show", str(base), "--set", "run.seed=9"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("run.num_steps: 7") and line.endswith(f"# {base}") for line in lines)
-    assert any(line.startswith("run.seed: 9") and line.endswith("# --set run.seed") for line in lines)
-    assert any(line.startswith("run.checkpoint_interval: 10") and line.endswith("# default") for line in lines)
+    assert any(
+        line.startswith("run.seed: 9") and line.endswith("# --set run.seed") for line in lines
+    )
+    assert any(
+        line.startswith("run.checkpoint_interval: 10") and line.endswith("# default")
+        for line in lines
+    )
 
 
 def test_show_fails_on_a_wrong_file(tmp_path: Path, capsys):
@@ -110,10 +130,17 @@ def test_show_fails_on_a_wrong_file(tmp_path: Path, capsys):
 
 
 TINY = Architecture(
-    family="qwen3_moe", vocab_size=512, hidden_size=64, num_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=16, intermediate_size=128, moe={"num_experts": 4, "experts_per_token": 2, "intermediate_size": 64},
+    family="qwen3_moe",
+    vocab_size=512,
+    hidden_size=64,
+    num_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    moe={"num_experts": 4, "experts_per_token": 2, "intermediate_size": 64},
     max_position_embeddings=4096,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +149,8 @@ TINY = Architecture(
         (
             ["training.tp=3"],
             6,
-            r"training.tp=3 does not divide the model's 4 attention heads; choose one of \[1, 2, 4\]",
+            r"training.tp=3 does not divide the model's 4 attention heads; choose one of \[1, 2, "
+            r"4\]",
         ),
         (["training.tp=4"], 8, "exceeds the model's 2 key-value heads"),
         (["training.tp=2"], 2, "start 4 ranks"),

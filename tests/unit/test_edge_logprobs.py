@@ -20,15 +20,23 @@ def plain(hidden, weight, labels, temperatures, vocab_size):
 @pytest.mark.parametrize("vocab_size", [37, 40])
 def test_equals_log_softmax(chunk: int, vocab_size: int) -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(11, 8, dtype=torch.float64), torch.randn(40, 8, dtype=torch.float64)
-    labels, temperatures = torch.randint(0, vocab_size, (11,)), torch.rand(11, dtype=torch.float64) + 0.5
+    hidden, weight = (
+        torch.randn(11, 8, dtype=torch.float64),
+        torch.randn(40, 8, dtype=torch.float64),
+    )
+    labels, temperatures = (
+        torch.randint(0, vocab_size, (11,)),
+        torch.rand(11, dtype=torch.float64) + 0.5,
+    )
     down = torch.randn(2, 11, dtype=torch.float64)
 
     exact = [x.clone().requires_grad_() for x in (hidden, weight)]
     logprobs, entropies, norms = plain(*exact, labels, temperatures, vocab_size)
     (logprobs * down[0] + entropies * down[1]).sum().backward()
     ours = [x.float().requires_grad_() for x in (hidden, weight)]
-    result = edge_statistics(*ours, labels, temperatures.float(), chunk=chunk, vocab_size=vocab_size)
+    result = edge_statistics(
+        *ours, labels, temperatures.float(), chunk=chunk, vocab_size=vocab_size
+    )
     (result.logprobs * down[0].float() + result.entropies * down[1].float()).sum().backward()
 
     torch.testing.assert_close(result.logprobs.double(), logprobs.detach(), rtol=1e-5, atol=1e-6)
@@ -57,8 +65,13 @@ def test_logits_never_exist_at_once() -> None:
     """Peak of live logits stays at one chunk: 20,000 edges over 8,192 rows would be 655 MB."""
     import resource
 
-    hidden, weight = torch.randn(20_000, 16, requires_grad=True), torch.randn(8192, 16, requires_grad=True)
+    hidden, weight = (
+        torch.randn(20_000, 16, requires_grad=True),
+        torch.randn(8192, 16, requires_grad=True),
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = edge_statistics(hidden, weight, torch.zeros(20_000, dtype=torch.long), torch.ones(20_000), chunk=512)
+    result = edge_statistics(
+        hidden, weight, torch.zeros(20_000, dtype=torch.long), torch.ones(20_000), chunk=512
+    )
     result.logprobs.sum().backward()
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 400

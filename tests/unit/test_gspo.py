@@ -1,4 +1,5 @@
-"""The objective against hand-computed cases, an independent float64 form, and the loss faults known from elsewhere."""
+"""The objective against hand-computed cases, an independent float64 form, and the loss faults known
+from elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from gyre_megatron.config.training import GspoConfig
 from gyre_megatron.errors import TrajectoryError
 
 
-def make_batch(behaviour, trajectories, advantages, *, weights=None, versions=None, executions=None) -> EdgeBatch:
+def make_batch(
+    behaviour, trajectories, advantages, *, weights=None, versions=None, executions=None
+) -> EdgeBatch:
     n = len(behaviour)
     return EdgeBatch(
         weights=torch.full((n,), 1.0 / n) if weights is None else torch.tensor(weights),
@@ -82,17 +85,26 @@ class TestByHand:
 
     def test_kl_to_the_reference(self):
         config = GspoConfig(eps_low=0.9, eps_high=9.0, kl_coefficient=0.5)
-        result, grad = run(self.logprobs, self.batch(0.0), config, reference_logprobs=torch.tensor([-1.5, -1.0]))
+        result, grad = run(
+            self.logprobs, self.batch(0.0), config, reference_logprobs=torch.tensor([-1.5, -1.0])
+        )
         k3 = math.exp(-0.5) - 1 + 0.5
         assert result.loss.item() == pytest.approx(0.5 * 0.5 * k3, rel=1e-6)
         assert grad.tolist() == pytest.approx([0.5 * 0.5 * (1 - math.exp(-0.5)), 0.0], abs=1e-7)
 
 
-def independent_loss(logprobs, entropies, reference, old, batch: EdgeBatch, config: GspoConfig, version: int):
-    """The objective written a second time: float64, one trajectory at a time, true gradient through the ratio."""
+def independent_loss(
+    logprobs, entropies, reference, old, batch: EdgeBatch, config: GspoConfig, version: int
+):
+    """The objective written a second time: float64, one trajectory at a time, true gradient through
+    the ratio."""
     rows = range(len(logprobs))
     behaviour = batch.behaviour_logprobs.double()
-    trained = [e for e in rows if config.max_staleness is None or version - batch.versions[e] <= config.max_staleness]
+    trained = [
+        e
+        for e in rows
+        if config.max_staleness is None or version - batch.versions[e] <= config.max_staleness
+    ]
     if config.max_log_ratio is not None:
         near = []
         for j in range(len(batch.advantages)):
@@ -120,11 +132,15 @@ def independent_loss(logprobs, entropies, reference, old, batch: EdgeBatch, conf
         anchor = old if config.proximal else behaviour
         s = torch.stack([logprobs[i] - anchor[i] for i in group]).mean().exp()
         advantage = batch.advantages[batch.trajectories[e]].double()
-        objective = torch.minimum(s * advantage, s.clamp(1 - config.eps_low, 1 + config.eps_high) * advantage)
+        objective = torch.minimum(
+            s * advantage, s.clamp(1 - config.eps_low, 1 + config.eps_high) * advantage
+        )
         if config.proximal:
-            same = [e] if config.importance_level == "token" else [
-                i for i in trained if batch.trajectories[i] == batch.trajectories[e]
-            ]  # fmt: skip
+            same = (
+                [e]
+                if config.importance_level == "token"
+                else [i for i in trained if batch.trajectories[i] == batch.trajectories[e]]
+            )
             correction = math.exp(sum(float(old[i] - behaviour[i]) for i in same) / len(same))
             objective = objective * min(correction, config.importance_cap)
         d = reference[e] - logprobs[e]
@@ -135,9 +151,19 @@ def independent_loss(logprobs, entropies, reference, old, batch: EdgeBatch, conf
 
 
 OPTIONS = [
-    dict(zip(("ratio_level", "proximal", "importance_level", "max_staleness", "max_log_ratio"), values, strict=True))
+    dict(
+        zip(
+            ("ratio_level", "proximal", "importance_level", "max_staleness", "max_log_ratio"),
+            values,
+            strict=True,
+        )
+    )
     for values in itertools.product(
-        ("trajectory", "execution", "token"), (False, True), ("token", "trajectory"), (None, 1), (None, 0.3)
+        ("trajectory", "execution", "token"),
+        (False, True),
+        ("token", "trajectory"),
+        (None, 1),
+        (None, 0.3),
     )
 ]
 
@@ -158,7 +184,9 @@ def test_equals_independent_float64(options):
             advantages=(rand(2) * 2 - 1).float()[executions],
             executions=executions * 2 + 3,
         )
-        config = GspoConfig(eps_low=0.1, eps_high=0.15, kl_coefficient=0.1, entropy_coefficient=0.05, **options)
+        config = GspoConfig(
+            eps_low=0.1, eps_high=0.15, kl_coefficient=0.1, entropy_coefficient=0.05, **options
+        )
         logprobs, entropies, reference = (-1 - rand(edges)), rand(edges), (-1 - rand(edges))
         old = (logprobs + 0.1 * rand(edges)).float()
         exact = [x.clone().requires_grad_() for x in (logprobs, entropies)]
@@ -170,8 +198,13 @@ def test_equals_independent_float64(options):
         result.loss.backward()
         assert result.loss.item() == pytest.approx(expected.item(), rel=2e-5, abs=1e-6)
         levels = (config.ratio_level, config.importance_level)
-        if not config.proximal or config.ratio_level == "token" or levels == ("trajectory", "trajectory"):
-            # Where the correction varies under one ratio, the token form and the sequence form differ by design.
+        if (
+            not config.proximal
+            or config.ratio_level == "token"
+            or levels == ("trajectory", "trajectory")
+        ):
+            # Where the correction varies under one ratio, the token form and the sequence form
+            # differ by design.
             torch.testing.assert_close(ours[0].grad.double(), exact[0].grad, rtol=2e-5, atol=1e-7)
         torch.testing.assert_close(ours[1].grad.double(), exact[1].grad, rtol=2e-5, atol=1e-7)
 
@@ -224,13 +257,17 @@ def test_context_parallel_shares_see_the_whole_trajectory():
     expected, grads = run(logprobs, whole, config)
     sums: list[torch.Tensor] = []
     for part in (slice(0, 1), slice(1, 3)):  # first pass: collect each share's sums
-        share = make_batch(whole.behaviour_logprobs[part].tolist(), [0] * (part.stop - part.start), [1.0])
+        share = make_batch(
+            whole.behaviour_logprobs[part].tolist(), [0] * (part.stop - part.start), [1.0]
+        )
         run(logprobs[part], share, config, reduce=lambda x: sums.append(x.clone()) or x)
     total = sum(sums)
     losses = 0.0
     for part in (slice(0, 1), slice(1, 3)):
         n = part.stop - part.start
-        share = make_batch(whole.behaviour_logprobs[part].tolist(), [0] * n, [1.0], weights=[1 / 3] * n)
+        share = make_batch(
+            whole.behaviour_logprobs[part].tolist(), [0] * n, [1.0], weights=[1 / 3] * n
+        )
         result, grad = run(logprobs[part], share, config, reduce=lambda x: total.clone())
         losses += result.loss.item()
         assert grad.tolist() == pytest.approx(grads[part].tolist(), rel=1e-6)

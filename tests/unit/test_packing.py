@@ -13,7 +13,9 @@ from gyre_megatron.trajectory.tree import ExecutionTree, Trajectory, TreeNode
 from tests.unit.random_trees import random_tree
 
 
-def node(parent: int, ids: list[int], trainable: bool, routes: np.ndarray | None = None) -> TreeNode:
+def node(
+    parent: int, ids: list[int], trainable: bool, routes: np.ndarray | None = None
+) -> TreeNode:
     n = len(ids)
     return TreeNode(
         parent=parent,
@@ -27,7 +29,8 @@ def node(parent: int, ids: list[int], trainable: bool, routes: np.ndarray | None
 
 
 def branching_tree(**changes) -> ExecutionTree:
-    """A prompt, an answer, then two ways on; the second branch point sits right behind the answer."""
+    """A prompt, an answer, then two ways on; the second branch point sits right behind the
+    answer."""
     nodes = (
         node(-1, [10, 11, 12], False),
         node(0, [20, 21], True),
@@ -55,12 +58,32 @@ def test_layout_of_a_branching_tree() -> None:
     assert packed.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7]
     assert packed.node_starts.tolist() == [0, 3, 5, 6, 8, 9]  # the empty node is gone
     assert packed.subtree_ends.tolist() == [11, 11, 8, 8, 11, 11]
-    # Token 4 predicts 50 (a branch point); token 5 predicts 40; the owner of [20, 21] is the first trajectory.
-    edges = list(zip(packed.edge_sources.tolist(), packed.edge_labels.tolist(), packed.edge_trajectories, strict=True))
-    assert edges == [(2, 20, 0), (3, 21, 0), (5, 40, 0), (6, 41, 0), (4, 50, 1), (8, 60, 1), (9, 61, 1)]
-    assert packed.edge_behaviour_logprobs.tolist() == pytest.approx([-2.0, -2.1, -4.0, -4.1, -5.0, -6.0, -6.1])
+    # Token 4 predicts 50 (a branch point); token 5 predicts 40; the owner of [20, 21] is the first
+    # trajectory.
+    edges = list(
+        zip(
+            packed.edge_sources.tolist(),
+            packed.edge_labels.tolist(),
+            packed.edge_trajectories,
+            strict=True,
+        )
+    )
+    assert edges == [
+        (2, 20, 0),
+        (3, 21, 0),
+        (5, 40, 0),
+        (6, 41, 0),
+        (4, 50, 1),
+        (8, 60, 1),
+        (9, 61, 1),
+    ]
+    assert packed.edge_behaviour_logprobs.tolist() == pytest.approx(
+        [-2.0, -2.1, -4.0, -4.1, -5.0, -6.0, -6.1]
+    )
     assert packed.edge_weights.tolist() == pytest.approx([1 / (7 * 2)] * 7)
-    assert set(packed.edge_versions) == {3} and packed.edge_temperatures.tolist() == pytest.approx([0.7] * 7)
+    assert set(packed.edge_versions) == {3} and packed.edge_temperatures.tolist() == pytest.approx(
+        [0.7] * 7
+    )
     assert packed.trajectory_roles.tolist() == ["main", "sub_agent"]
 
 
@@ -73,23 +96,36 @@ def test_unselected_branches_are_left_out_and_untrained_tokens_have_no_edge() ->
 
 
 def edges_by_label(bins: list[PackedBin]) -> list[tuple]:
-    columns = ("edge_labels", "edge_weights", "edge_behaviour_logprobs", "edge_temperatures", "edge_versions")
+    columns = (
+        "edge_labels",
+        "edge_weights",
+        "edge_behaviour_logprobs",
+        "edge_temperatures",
+        "edge_versions",
+    )
     rows = []
     for b in bins:
         executions = b.trajectory_executions[b.edge_trajectories]
-        rows += list(zip(executions.tolist(), *(getattr(b, c).tolist() for c in columns), strict=True))
+        rows += list(
+            zip(executions.tolist(), *(getattr(b, c).tolist() for c in columns), strict=True)
+        )
     return sorted(rows)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_denominators_do_not_depend_on_the_bins(seed: int) -> None:
-    """Same edges with bit-equal weights whatever the budget, the order of trees or their company."""
+    """Same edges with bit-equal weights whatever the budget, the order of trees or their
+    company."""
     trees = [random_tree(31 * seed + i) for i in range(12)]
-    longest = max(sum(len(t.nodes[n]) for n in t.path(j.leaf)) for t in trees for j in t.trajectories)
+    longest = max(
+        sum(len(t.nodes[n]) for n in t.path(j.leaf)) for t in trees for j in t.trajectories
+    )
     wide, narrow = pack(trees, 4096, 12), pack(trees, longest, 12)
     assert len(narrow) > len(wide)
     assert edges_by_label(wide) == edges_by_label(narrow)
-    alone = [edge for i, tree in enumerate(trees) for edge in edges_by_label(pack([tree], 4096, 12))]
+    alone = [
+        edge for i, tree in enumerate(trees) for edge in edges_by_label(pack([tree], 4096, 12))
+    ]
     assert sorted(e[1:] for e in edges_by_label(wide)) == sorted(e[1:] for e in alone)
 
 
@@ -136,11 +172,15 @@ def test_round_trip_through_bytes() -> None:
             left, right = getattr(b, field.name), getattr(again, field.name)
             assert (left is None) == (right is None)
             if left is not None:
-                assert np.array_equal(left, right) and np.asarray(left).dtype == np.asarray(right).dtype
+                assert (
+                    np.array_equal(left, right)
+                    and np.asarray(left).dtype == np.asarray(right).dtype
+                )
 
 
 def test_routes_stay_with_their_tokens() -> None:
-    """miles#3277, sglang#36404: routes, like log-probabilities, belong to the token they were recorded for."""
+    """miles#3277, sglang#36404: routes, like log-probabilities, belong to the token they were
+    recorded for."""
     routes = lambda ids: np.array(ids, np.int16)[:, None, None] * np.ones((1, 2, 1), np.int16)  # noqa: E731
     tree = branching_tree()
     nodes = list(tree.nodes)
@@ -156,7 +196,9 @@ def test_routes_stay_with_their_tokens() -> None:
 
 class TestRefusals:
     def test_a_trajectory_longer_than_the_budget_names_the_knob(self) -> None:
-        with pytest.raises(TrajectoryError, match=r"main trajectory has 8 tokens but training\.token_budget is 7"):
+        with pytest.raises(
+            TrajectoryError, match=r"main trajectory has 8 tokens but training\.token_budget is 7"
+        ):
             pack([branching_tree()], 7, 1)
 
     def test_a_first_token_cannot_be_trained(self) -> None:

@@ -1,4 +1,5 @@
-"""Plans over random layouts: every element once, refused by name otherwise, the same stream at both ends."""
+"""Plans over random layouts: every element once, refused by name otherwise, the same stream at both
+ends."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def layouts(draw):
     return ListedLayout(ranks)
 
 
-def _fill(layout: ListedLayout, rank: int, values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+def _fill(
+    layout: ListedLayout, rank: int, values: dict[str, np.ndarray]
+) -> dict[str, torch.Tensor]:
     tensors = {}
     for tensor in layout.tensors(rank):
         flat = np.full(tensor.shape, -1.0, dtype=np.float32)
@@ -56,7 +59,9 @@ def test_any_layout_reaches_any_other(source, target, bucket_bytes):
     have = [_fill(source, r, values) if r < source.num_ranks else {} for r in range(n)]
     for rank in range(target.num_ranks):
         plan = plans[rank]
-        check_coverage(target, rank, [p for parcels in plan.receives.values() for p in parcels] + plan.local)
+        check_coverage(
+            target, rank, [p for parcels in plan.receives.values() for p in parcels] + plan.local
+        )
         got = {t.key: torch.full(t.shape, -1.0) for t in target.tensors(rank)}
         for sender, parcels in [*plan.receives.items(), (rank, plan.local)]:
             assert sender == rank or plans[sender].sends[rank] == parcels
@@ -64,7 +69,9 @@ def test_any_layout_reaches_any_other(source, target, bucket_bytes):
             assert all(b.nbytes <= max(bucket_bytes, 16) + 16 for b in buckets)
             rows = [parcel for bucket in buckets for parcel in bucket.parcels]
             index = ({k: i for i, k in enumerate(t)} for t in (have[sender], got))
-            copy_boxes(list(have[sender].values()), list(got.values()), table_of(direct_rows(rows, *index)))
+            copy_boxes(
+                list(have[sender].values()), list(got.values()), table_of(direct_rows(rows, *index))
+            )
         want = _fill(target, rank, values)
         assert all(torch.equal(got[key], want[key]) for key in want)
 
@@ -77,7 +84,9 @@ def test_split_parcels_cover_once_and_fit(shape, limit):
     piece = Piece("a", (0,) * len(shape), tuple(shape), "a", 0, contiguous_strides(shape))
     parts = list(split_rows(Parcel(Box((0,) * len(shape), tuple(shape)), piece, piece), limit))
     assert all(part.numel <= limit for part in parts)
-    check_coverage(WholeLayout({"a": tuple(shape)}), 0, [p._replace(target=_only(shape)) for p in parts])
+    check_coverage(
+        WholeLayout({"a": tuple(shape)}), 0, [p._replace(target=_only(shape)) for p in parts]
+    )
 
 
 def _only(shape) -> Piece:
@@ -85,14 +94,18 @@ def _only(shape) -> Piece:
 
 
 def test_a_missing_tensor_is_refused_by_name():
-    with pytest.raises(PlanError, match=r"b -> b on destination rank 0: no rank of the source layout holds it"):
+    with pytest.raises(
+        PlanError, match=r"b -> b on destination rank 0: no rank of the source layout holds it"
+    ):
         plan_rank(WholeLayout({"a": (2, 2)}), WholeLayout({"a": (2, 2), "b": (3,)}), 0)
 
 
 def test_a_hole_is_refused_by_name():
     half = Piece("a", (0, 0), (1, 2), "a", 0, (2, 1))
     with pytest.raises(PlanError, match=r"a -> a .* is held by nobody"):
-        plan_rank(ListedLayout([[LocalTensor("a", (1, 2), (half,))]]), WholeLayout({"a": (2, 2)}), 0)
+        plan_rank(
+            ListedLayout([[LocalTensor("a", (1, 2), (half,))]]), WholeLayout({"a": (2, 2)}), 0
+        )
 
 
 def test_coverage_sees_an_overlap_and_a_gap():
@@ -116,12 +129,19 @@ def test_sources_take_turns():
 def test_digest_changes_with_everything_that_a_plan_rests_on():
     a, b = WholeLayout({"a": (4,)}), WholeLayout({"a": (5,)})
     base = (a, a, 0, ["float32"])
-    others = [(b, a, 0, ["float32"]), (a, b, 0, ["float32"]), (a, a, 1, ["float32"]), (a, a, 0, ["bfloat16"])]
+    others = [
+        (b, a, 0, ["float32"]),
+        (a, b, 0, ["float32"]),
+        (a, a, 1, ["float32"]),
+        (a, a, 0, ["bfloat16"]),
+    ]
     assert len({plan_digest(*base), *(plan_digest(*other) for other in others)}) == 5
     assert plan_digest(*base) == plan_digest(WholeLayout({"a": (4,)}), a, 0, ["float32"])
 
 
-@pytest.mark.parametrize("config", sorted(Path("configs/models").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "config", sorted(Path("configs/models").glob("*.yaml")), ids=lambda p: p.stem
+)
 def test_every_model_config_plans(config):
     from gyre_megatron.weights.forecast import Rates, forecast, serving_layout, training_layout
     from launch.plan import read_architecture
@@ -129,7 +149,9 @@ def test_every_model_config_plans(config):
     architecture = read_architecture(config)
     moe = architecture.moe is not None
     train = training_layout(architecture, "tp4,pp4,ep16" if moe else "tp4,pp4")
-    result = forecast(train, serving_layout(architecture, "tp16,ep16" if moe else "tp8"), Rates(), ranks=[0, 15])
+    result = forecast(
+        train, serving_layout(architecture, "tp16,ep16" if moe else "tp8"), Rates(), ranks=[0, 15]
+    )
     assert result["bytes_in_max"] > 0 and result["plan_seconds_max"] < 60
 
 
@@ -138,7 +160,10 @@ def test_flagship_has_the_published_number_of_parameters():
     from launch.plan import read_architecture
 
     architecture = read_architecture(Path("configs/models/qwen3_8_2_4t_a95b.yaml"))
-    assert sum(np.prod(s, dtype=np.int64) for s in canonical_tensors(architecture).values()) == 2_446_182_725_504
+    assert (
+        sum(np.prod(s, dtype=np.int64) for s in canonical_tensors(architecture).values())
+        == 2_446_182_725_504
+    )
 
 
 def test_the_command_writes_the_promised_keys(tmp_path):
@@ -159,10 +184,20 @@ def test_the_command_writes_the_promised_keys(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    keys = {"params_total", "plan_seconds_max", "plan_peak_mib", "bytes_out_max", "bytes_in_max", "bound_seconds"}
+    keys = {
+        "params_total",
+        "plan_seconds_max",
+        "plan_peak_mib",
+        "bytes_out_max",
+        "bytes_in_max",
+        "bound_seconds",
+    }
     result = json.loads(out.read_text())
     assert keys <= result.keys() and len(result["largest_tensors"]) == 10
     wrong = subprocess.run(
-        [*command[:4], "--train", "tp4,zz2", "--serve", "tp8"], capture_output=True, text=True, check=False
+        [*command[:4], "--train", "tp4,zz2", "--serve", "tp8"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert wrong.returncode == 1 and "'zz2' in layout 'tp4,zz2' is not one of tpN" in wrong.stderr

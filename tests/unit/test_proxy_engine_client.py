@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 
 from gyre_megatron.config.rollout import RouterConfig
+from gyre_megatron.engines.client import EngineClient, EngineRefused, GenerateRequest, TokenChunk
 from gyre_megatron.errors import EngineError
-from gyre_megatron.rollout.engine_client import EngineClient, EngineRefused, GenerateRequest, TokenChunk
 from tests.support.proxies import running_proxy
 from tests.support.replay import assert_replays
 from tests.support.scripted_engine import ScriptedEngine, chain_policy
@@ -75,13 +75,17 @@ def test_increments_and_totals_give_the_same_tokens() -> None:
     for chunks in (increments, totals):
         assert [i for chunk in chunks for i in chunk.token_ids] == [5, 6, 7, 2]
         assert [p for chunk in chunks for p in chunk.logprobs] == [-2.5, -3.0, -3.5, -1.0]
-        assert [chunk.finish for chunk in chunks] == [None, None, "stop"] and chunks[-1].matched == 2
+        assert [chunk.finish for chunk in chunks] == [None, None, "stop"] and chunks[
+            -1
+        ].matched == 2
         assert [v for chunk in chunks for v in chunk.versions] == [4] * 4
 
 
 def test_versions_change_within_a_stream() -> None:
     spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 4}]
-    chunks = stream(message([5], 1), message([6, 7, 2], 4, STOP, weight_version="5", weight_versions=spans))
+    chunks = stream(
+        message([5], 1), message([6, 7, 2], 4, STOP, weight_version="5", weight_versions=spans)
+    )
     assert [v for chunk in chunks for v in chunk.versions] == [4, 4, 5, 5]
 
 
@@ -95,7 +99,10 @@ def test_a_server_that_was_never_updated_serves_version_zero() -> None:
         ([message([5], 1)], "ended a stream without a finish reason after 1 tokens"),
         ([message([5], 2)], "2 new tokens, but 1 ids"),
         ([message([5], 1, STOP, output_token_logprobs=[])], "1 ids and 0 log-probabilities"),
-        ([message([5], 1, STOP, output_token_logprobs=[[-1.0, 9, None]])], "belong to other tokens"),
+        (
+            [message([5], 1, STOP, output_token_logprobs=[[-1.0, 9, None]])],
+            "belong to other tokens",
+        ),
         ([{"error": {"message": "died", "code": 500}}], "died"),
     ],
 )
@@ -118,7 +125,9 @@ def test_a_wrong_request_is_told_from_a_sick_engine() -> None:
 @pytest.mark.parametrize("incremental", [False, True])
 def test_both_stream_forms_replay(tmp_path: Path, incremental: bool) -> None:
     async def main() -> None:
-        engine = ScriptedEngine(chain_policy(), version=6, tokens_per_chunk=3, incremental=incremental)
+        engine = ScriptedEngine(
+            chain_policy(), version=6, tokens_per_chunk=3, incremental=incremental
+        )
         await engine.start()
         async with running_proxy(tmp_path, [engine]) as proxy, httpx.AsyncClient() as client:
             execution_id, token = proxy.start_execution()

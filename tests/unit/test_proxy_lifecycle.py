@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gyre_megatron.config.rollout import ProcessorConfig, ProxyConfig, RolloutConfig, RouterConfig
-from gyre_megatron.rollout.session import Sessions
+from gyre_megatron.proxy.sessions import Sessions
 from gyre_megatron.trajectory.processor import process_group
 from gyre_megatron.trajectory.records import Outcome
 from tests.support.proxies import RunningProxy, running_proxy
@@ -21,11 +21,16 @@ from tests.support.trees import TreeBuilder, open_store
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 CONFIG = RolloutConfig(
-    router=RouterConfig(max_attempts=3, backoff_s=0.01, drain_grace_s=0.2), proxy=ProxyConfig(ping_interval_s=0.02)
+    router=RouterConfig(max_attempts=3, backoff_s=0.01, drain_grace_s=0.2),
+    proxy=ProxyConfig(ping_interval_s=0.02),
 )
 
 
-def drive(folder: Path, body: Callable[[RunningProxy, ScriptedEngine], Awaitable[None]], delay_s: float = 0.0) -> None:
+def drive(
+    folder: Path,
+    body: Callable[[RunningProxy, ScriptedEngine], Awaitable[None]],
+    delay_s: float = 0.0,
+) -> None:
     async def main() -> None:
         engine = await ScriptedEngine(chain_policy(), version=1, token_delay_s=delay_s).start()
         async with running_proxy(folder, [engine], config=CONFIG) as proxy:
@@ -40,7 +45,9 @@ def prompt_length(proxy: RunningProxy) -> int:
     return len(proxy.renderer.tokens.encode(proxy.renderer.template.generation_prompt("user")))
 
 
-async def ask(proxy: RunningProxy, token: str, messages: list, headers: dict | None = None, **fields: object) -> dict:
+async def ask(
+    proxy: RunningProxy, token: str, messages: list, headers: dict | None = None, **fields: object
+) -> dict:
     async with httpx.AsyncClient(timeout=30) as client:
         body = {"model": "m", "max_tokens": 6, "messages": messages, **fields}
         response = await client.post(
@@ -54,7 +61,9 @@ async def hang_up(proxy: RunningProxy, token: str, stream: bool) -> None:
     """Ask for a long answer and leave in the middle of it."""
     body = {"model": "m", "max_tokens": 500, "messages": MESSAGES, "stream": stream}
     async with httpx.AsyncClient() as client:
-        post = asyncio.create_task(client.post(f"{proxy.url}/v1/messages", json=body, headers={"x-api-key": token}))
+        post = asyncio.create_task(
+            client.post(f"{proxy.url}/v1/messages", json=body, headers={"x-api-key": token})
+        )
         await asyncio.sleep(0.2)
         post.cancel()
         await asyncio.wait({post})
@@ -74,7 +83,11 @@ def test_a_harness_that_hangs_up(tmp_path: Path, stream: bool) -> None:
         (call,) = proxy.store.calls(execution_id)
         assert call.state == "undelivered" and 0 < call.num_output_tokens < 100
         answer = await ask(proxy, token, MESSAGES)
-        more = [*MESSAGES, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "on"}]
+        more = [
+            *MESSAGES,
+            {"role": "assistant", "content": answer["content"]},
+            {"role": "user", "content": "on"},
+        ]
         await ask(proxy, token, more)
         proxy.store.finish_execution(execution_id, Outcome("scored", 1.0))
         group = process_group(proxy.store, "g", ProcessorConfig())
@@ -88,12 +101,18 @@ def test_a_repeated_request_supersedes_the_answer_nobody_built_on(tmp_path: Path
     async def body(proxy: RunningProxy, engine: ScriptedEngine) -> None:
         execution_id, token = proxy.start_execution()
         first = await ask(proxy, token, MESSAGES)
-        used = [*MESSAGES, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "on"}]
+        used = [
+            *MESSAGES,
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": "on"},
+        ]
         await ask(proxy, token, used)
         await ask(proxy, token, used, {"x-stainless-retry-count": "1"})
         states = [call.state for call in proxy.store.calls(execution_id)]
         assert states == ["complete", "superseded", "complete"]
-        await ask(proxy, token, MESSAGES)  # the same prompt without the mark of a retry: both answers count
+        await ask(
+            proxy, token, MESSAGES
+        )  # the same prompt without the mark of a retry: both answers count
         assert [call.state for call in proxy.store.calls(execution_id)] == [*states, "complete"]
 
     drive(tmp_path, body)
@@ -106,7 +125,9 @@ def test_failures_are_bounded_and_told(tmp_path: Path, stream: bool) -> None:
         await engine.stop()
         request = {"model": "m", "max_tokens": 6, "messages": MESSAGES, "stream": stream}
         async with httpx.AsyncClient(timeout=30) as client:
-            response = await client.post(f"{proxy.url}/v1/messages", json=request, headers={"x-api-key": token})
+            response = await client.post(
+                f"{proxy.url}/v1/messages", json=request, headers={"x-api-key": token}
+            )
         assert "given up after 3 engine failures" in response.text
         assert response.status_code == (200 if stream else 529)
         assert proxy.router.lost_calls == 1 and proxy.store.calls(execution_id) == []
@@ -122,8 +143,12 @@ def test_a_call_takes_no_longer_than_allowed(tmp_path: Path, stream: bool) -> No
             _, token = proxy.start_execution()
             request = {"model": "m", "max_tokens": 6, "messages": MESSAGES, "stream": stream}
             async with httpx.AsyncClient(timeout=30) as client:
-                response = await client.post(f"{proxy.url}/v1/messages", json=request, headers={"x-api-key": token})
-            assert "within 0.3 s" in response.text and response.status_code == (200 if stream else 529)
+                response = await client.post(
+                    f"{proxy.url}/v1/messages", json=request, headers={"x-api-key": token}
+                )
+            assert "within 0.3 s" in response.text and response.status_code == (
+                200 if stream else 529
+            )
 
     asyncio.run(main())
 
@@ -158,7 +183,9 @@ def test_an_engine_that_ignores_aborts_is_left_after_the_grace(tmp_path: Path) -
     drive(tmp_path, body)
 
 
-def test_long_text_does_not_hold_up_other_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_does_not_hold_up_other_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(proxy: RunningProxy, engine: ScriptedEngine) -> None:
         renderer, gate = proxy.renderer, threading.Event()
         renderer.context_length = 10_000_000
@@ -179,8 +206,15 @@ def test_long_text_does_not_hold_up_other_calls(tmp_path: Path, monkeypatch: pyt
         assert not slow.done()
         gate.set()
         answer = await slow
-        assert engine.prompts[-1][: -prompt_length(proxy)] == encode(renderer.template.render(long)).tolist()
-        more = [*long, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "on"}]
+        assert (
+            engine.prompts[-1][: -prompt_length(proxy)]
+            == encode(renderer.template.render(long)).tolist()
+        )
+        more = [
+            *long,
+            {"role": "assistant", "content": answer["content"]},
+            {"role": "user", "content": "on"},
+        ]
         await ask(proxy, token, more)
         assert proxy.store.calls(execution_id)[1].num_reused_tokens > 50_000
 
@@ -193,12 +227,20 @@ def test_prefills_are_part_of_the_answer(tmp_path: Path) -> None:
         begun = [*MESSAGES, {"role": "assistant", "content": "I begin"}]
         answer = await ask(proxy, token, begun)
         text = "I begin" + answer["content"][0]["text"]
-        whole = [*MESSAGES, {"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
+        whole = [
+            *MESSAGES,
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "on"},
+        ]
         await ask(proxy, token, whole)
-        assert engine.prompts[1][: len(engine.prompts[0]) + 6] == engine.prompts[0] + engine.outputs[0]
+        assert (
+            engine.prompts[1][: len(engine.prompts[0]) + 6] == engine.prompts[0] + engine.outputs[0]
+        )
         assert proxy.renderer.tokens.decode(engine.prompts[0]).endswith("assistant\nI begin")
         assert [
-            node.num_context > prompt_length(proxy) for node in proxy.store.nodes(execution_id) if node.sampled
+            node.num_context > prompt_length(proxy)
+            for node in proxy.store.nodes(execution_id)
+            if node.sampled
         ] == [True, False]
 
     drive(tmp_path, body)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre_megatron.errors import TemplateError
-from gyre_megatron.rollout.conversation import CallRequest, answer_key, units_of
-from gyre_megatron.rollout.dialects.anthropic import AnthropicMessages
-from gyre_megatron.rollout.output_parser import OutputEvent, OutputParser
-from gyre_megatron.rollout.roles import PROFILES
-from gyre_megatron.rollout.token_text import TokenDecoder, TokenText
-from gyre_megatron.rollout.tool_formats import FORMATS
+from gyre_megatron.proxy.call_roles import PROFILES
+from gyre_megatron.proxy.dialects.anthropic import AnthropicMessages
+from gyre_megatron.text.conversation import CallRequest, answer_key, units_of
+from gyre_megatron.text.output_parser import OutputEvent, OutputParser
+from gyre_megatron.text.token_text import TokenDecoder, TokenText
+from gyre_megatron.text.tool_formats import FORMATS
 from tests.support.checkpoints import make_checkpoint
 
 TOOLS = [
@@ -24,7 +24,10 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "f",
-            "parameters": {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"n": {"type": "integer"}, "s": {"type": "string"}},
+            },
         },
     }
 ]
@@ -78,7 +81,11 @@ def test_events(text: str, expected: list | None) -> None:
 def test_stop_strings_cut_and_may_span_pieces() -> None:
     for cut in range(1, 12):
         parser = OutputParser("none", [], stop=["END"])
-        events = [*parser.feed("hello END more"[:cut]), *parser.feed("hello END more"[cut:]), *parser.finish()]
+        events = [
+            *parser.feed("hello END more"[:cut]),
+            *parser.feed("hello END more"[cut:]),
+            *parser.finish(),
+        ]
         assert "".join(event.text for event in events) == "hello " and parser.stopped_by == "END"
 
 
@@ -87,12 +94,30 @@ def test_a_prompt_that_opened_thinking() -> None:
     assert found == [OutputEvent("thinking", "plan\n"), OutputEvent("text", "answer")]
 
 
-PARTS = ["hello ", CALL, "<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "<", "STOP", "x <tool_c", "é"]
+PARTS = [
+    "hello ",
+    CALL,
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "\n",
+    "<",
+    "STOP",
+    "x <tool_c",
+    "é",
+]
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(parts=st.lists(st.sampled_from(PARTS), max_size=8), seed=st.integers(0, 2**16), thinking=st.booleans())
-def test_events_do_not_depend_on_how_text_was_cut(parts: list[str], seed: int, thinking: bool) -> None:
+@given(
+    parts=st.lists(st.sampled_from(PARTS), max_size=8),
+    seed=st.integers(0, 2**16),
+    thinking=st.booleans(),
+)
+def test_events_do_not_depend_on_how_text_was_cut(
+    parts: list[str], seed: int, thinking: bool
+) -> None:
     text = "".join(parts)
     rng = random.Random(seed)
     cuts = [rng.randint(0, len(text)) for _ in range(rng.randint(0, 12))]
@@ -124,7 +149,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> TokenText:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(ids=st.lists(st.integers(0, 600), max_size=30), seed=st.integers(0, 999))
-def test_decoding_a_stream_equals_decoding_at_once(tokens: TokenText, ids: list[int], seed: int) -> None:
+def test_decoding_a_stream_equals_decoding_at_once(
+    tokens: TokenText, ids: list[int], seed: int
+) -> None:
     rng, decoder, text, place = random.Random(seed), TokenDecoder(tokens), "", 0
     while place < len(ids):
         step = rng.randint(1, 5)
@@ -144,7 +171,9 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
         TokenText(tmp_path)
     make_checkpoint(tmp_path)
     file = tmp_path / "tokenizer.json"
-    file.write_text(file.read_text().replace('"decoder":{"type":"ByteLevel"', '"decoder":{"type":"Fuse"'))
+    file.write_text(
+        file.read_text().replace('"decoder":{"type":"ByteLevel"', '"decoder":{"type":"Fuse"')
+    )
     text = file.read_text()
     if '"Fuse"' not in text:
         file.write_text(text.replace('"type": "ByteLevel"', '"type": "Fuse"'))
@@ -152,9 +181,17 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
         TokenText(tmp_path)
 
 
-def claude(system: str = "You are an agent.", tools: bool = True, last: str = "go", turns: int = 3) -> CallRequest:
-    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": "x"} for i in range(turns - 1)]
-    body = {"model": "m", "system": system, "messages": [*messages, {"role": "user", "content": last}]}
+def claude(
+    system: str = "You are an agent.", tools: bool = True, last: str = "go", turns: int = 3
+) -> CallRequest:
+    messages = [
+        {"role": "user" if i % 2 == 0 else "assistant", "content": "x"} for i in range(turns - 1)
+    ]
+    body = {
+        "model": "m",
+        "system": system,
+        "messages": [*messages, {"role": "user", "content": last}],
+    }
     if tools:
         body["tools"] = [{"name": "t", "input_schema": {}}]
     return AnthropicMessages().parse(body)
@@ -162,7 +199,9 @@ def claude(system: str = "You are an agent.", tools: bool = True, last: str = "g
 
 SESSION = {"x-claude-code-session-id": "s"}
 AGENT = {**SESSION, "x-claude-code-agent-id": "a"}
-COMPACT = "Answer with text only, call no tools at all. Write a detailed summary of the conversation."
+COMPACT = (
+    "Answer with text only, call no tools at all. Write a detailed summary of the conversation."
+)
 
 
 @pytest.mark.parametrize(
@@ -175,14 +214,20 @@ COMPACT = "Answer with text only, call no tools at all. Write a detailed summary
         (claude(), {**SESSION, "x-claude-code-request-class": "compaction"}, "main_summary"),
         (claude(), {**AGENT, "x-claude-code-request-class": "compaction"}, "sub_agent_summary"),
         (claude(), {**SESSION, "x-claude-code-request-class": "subagent"}, "sub_agent"),
-        (claude(system="x-anthropic-billing-header: cc_is_subagent=true;\nYou"), SESSION, "sub_agent"),
+        (
+            claude(system="x-anthropic-billing-header: cc_is_subagent=true;\nYou"),
+            SESSION,
+            "sub_agent",
+        ),
         (claude(system="Write a title.", tools=False, turns=1), SESSION, "auxiliary"),
         (claude(), {**SESSION, "x-claude-code-request-class": "auxiliary"}, "auxiliary"),
         (claude(tools=False, turns=1), {}, "main"),
     ],
 )
 @pytest.mark.parametrize("profile", ["claude_code", "generic"])
-def test_roles_of_claude_code(request_: CallRequest, headers: dict[str, str], role: str, profile: str) -> None:
+def test_roles_of_claude_code(
+    request_: CallRequest, headers: dict[str, str], role: str, profile: str
+) -> None:
     assert PROFILES[profile].role_of(request_, headers) == role
 
 
@@ -191,16 +236,27 @@ def test_roles_of_claude_code(request_: CallRequest, headers: dict[str, str], ro
     [
         ({}, "main"),
         ({"x-openai-subagent": "collab_spawn", "x-codex-parent-thread-id": "p"}, "sub_agent"),
-        ({"x-codex-turn-metadata": '{"request_kind": "compaction", "thread_source":"user"}'}, "main_summary"),
         (
-            {"x-codex-turn-metadata": '{"request_kind":"compaction"}', "x-codex-parent-thread-id": "p"},
+            {"x-codex-turn-metadata": '{"request_kind": "compaction", "thread_source":"user"}'},
+            "main_summary",
+        ),
+        (
+            {
+                "x-codex-turn-metadata": '{"request_kind":"compaction"}',
+                "x-codex-parent-thread-id": "p",
+            },
             "sub_agent_summary",
         ),
     ],
 )
 @pytest.mark.parametrize("profile", ["codex", "generic"])
 def test_roles_of_codex(headers: dict[str, str], role: str, profile: str) -> None:
-    assert PROFILES[profile].role_of(CallRequest("responses", "m", [{"role": "user", "content": "x"}]), headers) == role
+    assert (
+        PROFILES[profile].role_of(
+            CallRequest("responses", "m", [{"role": "user", "content": "x"}]), headers
+        )
+        == role
+    )
 
 
 def test_mini_swe_agent_only_has_a_main_agent() -> None:
@@ -230,4 +286,6 @@ def test_answers_with_different_meaning_have_different_keys() -> None:
     }
     assert len(keys) == 7
     assert answer_key("", []) == answer_key("(no content)", []) == answer_key(" \n", [])
-    assert answer_key("a", [("f", '{"x": 1, "y": 2}')]) == answer_key("a ", [("f", {"y": 2, "x": 1})])
+    assert answer_key("a", [("f", '{"x": 1, "y": 2}')]) == answer_key(
+        "a ", [("f", {"y": 2, "x": 1})]
+    )

@@ -12,7 +12,7 @@ import pytest
 
 from gyre_megatron.config.rollout import RolloutConfig, SamplingConfig
 from gyre_megatron.errors import EngineError
-from gyre_megatron.rollout.routing import MISSING, RoutingShape
+from gyre_megatron.trajectory.routed_experts import MISSING, RoutingShape
 from tests.support.checkpoints import make_checkpoint
 from tests.support.proxies import running_proxy
 from tests.support.scripted_engine import ScriptedEngine, chain_policy
@@ -36,7 +36,9 @@ def test_rows_follow_the_nodes(tmp_path: Path) -> None:
             async with httpx.AsyncClient() as client:
                 for _ in range(2):
                     body = {"model": "m", "max_tokens": 5, "messages": messages}
-                    answer = await client.post(f"{proxy.url}/v1/messages", json=body, headers={"x-api-key": token})
+                    answer = await client.post(
+                        f"{proxy.url}/v1/messages", json=body, headers={"x-api-key": token}
+                    )
                     messages += [{"role": "assistant", "content": answer.json()["content"]}]
                     messages += [{"role": "user", "content": "more"}]
             for node in proxy.store.nodes(execution_id):
@@ -52,14 +54,23 @@ def test_rows_follow_the_nodes(tmp_path: Path) -> None:
 
 def test_a_moved_call_keeps_the_rows_of_the_engine_that_sampled(tmp_path: Path) -> None:
     async def main() -> None:
-        engines = [await ScriptedEngine(chain_policy(), version=v, token_delay_s=0.02).start() for v in (1, 2)]
+        engines = [
+            await ScriptedEngine(chain_policy(), version=v, token_delay_s=0.02).start()
+            for v in (1, 2)
+        ]
         async with running_proxy(tmp_path, engines, config=CONFIG) as proxy:
             proxy.renderer.routing_shape = RoutingShape.from_config(EXPERTS)
             proxy.router.set_serving(1, False)
             execution_id, token = proxy.start_execution()
-            body = {"model": "m", "max_tokens": 20, "messages": [{"role": "user", "content": "hello"}]}
+            body = {
+                "model": "m",
+                "max_tokens": 20,
+                "messages": [{"role": "user", "content": "hello"}],
+            }
             async with httpx.AsyncClient(timeout=30) as client:
-                post = client.post(f"{proxy.url}/v1/messages", json=body, headers={"x-api-key": token})
+                post = client.post(
+                    f"{proxy.url}/v1/messages", json=body, headers={"x-api-key": token}
+                )
                 call = asyncio.create_task(post)
                 await asyncio.sleep(0.2)
                 proxy.router.set_serving(1, True)
@@ -68,7 +79,9 @@ def test_a_moved_call_keeps_the_rows_of_the_engine_that_sampled(tmp_path: Path) 
             node = proxy.store.nodes(execution_id)[-1]
             (_, first), (_, second) = node.versions
             assert first + second == 20 and first > 2 and second > 2
-            switch = node.start + node.num_context + first - 1  # the input whose output the second engine sampled first
+            switch = (
+                node.start + node.num_context + first - 1
+            )  # the input whose output the second engine sampled first
             wanted = expected(node.start, switch, 1) + expected(switch, node.end - 1, 2)
             assert node.routed_experts[:-1, 0, 0].tolist() == wanted
         for engine in engines:

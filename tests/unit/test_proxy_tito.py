@@ -1,4 +1,5 @@
-"""Token-in, token-out: in whatever form a harness echoes the history, the engine is fed stored ids plus new ones."""
+"""Token-in, token-out: in whatever form a harness echoes the history, the engine is fed stored ids
+plus new ones."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from hypothesis import strategies as st
 
 from tests.support.threaded import ThreadedProxy
 
-TOOL = {"name": "look", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}}
+TOOL = {
+    "name": "look",
+    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+}
 NUMBERS = itertools.count()
 
 
@@ -69,7 +73,9 @@ class Talk:
         self.turns: list[tuple[str, Any]] = []
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        response = httpx.post(self.server.proxy.url + path, json=body, headers={"x-api-key": self.token})
+        response = httpx.post(
+            self.server.proxy.url + path, json=body, headers={"x-api-key": self.token}
+        )
         assert response.status_code == 200, response.text
         return response.json()
 
@@ -94,7 +100,11 @@ class Talk:
 
 class AnthropicTalk(Talk):
     def text(self, text: str) -> Any:
-        block = {"type": "text", "text": text, **({"cache_control": {"type": "ephemeral"}} if self.maybe() else {})}
+        block = {
+            "type": "text",
+            "text": text,
+            **({"cache_control": {"type": "ephemeral"}} if self.maybe() else {}),
+        }
         return text if self.maybe() else [self.shuffled(block)]
 
     def send(self) -> Any:
@@ -103,7 +113,11 @@ class AnthropicTalk(Talk):
             if role == "user":
                 messages.append({"role": "user", "content": self.text(content)})
             elif role == "tool":
-                result = {"type": "tool_result", "tool_use_id": content[0], "content": self.text(content[1])}
+                result = {
+                    "type": "tool_result",
+                    "tool_use_id": content[0],
+                    "content": self.text(content[1]),
+                }
                 if messages[-1]["role"] == "user":
                     messages[-1]["content"].append(result)
                 else:
@@ -114,8 +128,16 @@ class AnthropicTalk(Talk):
         system.append({"type": "text", "text": "Be exact."})
         tool = {"name": "look", "input_schema": TOOL["parameters"]}
         thinking = {"type": "enabled", "budget_tokens": 1024}
-        body = {"model": "m", "max_tokens": 400, "system": system, "messages": messages, "tools": [self.shuffled(tool)]}
-        return self.post("/v1/messages?beta=true", {**body, "thinking": thinking, "unknown": 1})["content"]
+        body = {
+            "model": "m",
+            "max_tokens": 400,
+            "system": system,
+            "messages": messages,
+            "tools": [self.shuffled(tool)],
+        }
+        return self.post("/v1/messages?beta=true", {**body, "thinking": thinking, "unknown": 1})[
+            "content"
+        ]
 
     def echo(self, blocks: list[dict[str, Any]]) -> Any:
         kept = [b for b in blocks if b["type"] != "thinking" or self.maybe()]
@@ -123,7 +145,12 @@ class AnthropicTalk(Talk):
             return kept[0]["text"].strip()
         if not kept:
             return self.rng.choice([[], "", "(no content)", [{"type": "text", "text": ""}]])
-        return [self.shuffled(dict(b, input=self.shuffled(b["input"])) if b["type"] == "tool_use" else b) for b in kept]
+        return [
+            self.shuffled(
+                dict(b, input=self.shuffled(b["input"])) if b["type"] == "tool_use" else b
+            )
+            for b in kept
+        ]
 
     def call_ids(self, blocks: list[dict[str, Any]]) -> list[str]:
         return [b["id"] for b in blocks if b["type"] == "tool_use"]
@@ -131,7 +158,9 @@ class AnthropicTalk(Talk):
 
 class ChatTalk(Talk):
     def send(self) -> Any:
-        messages: list[dict[str, Any]] = [{"role": self.rng.choice(["system", "developer"]), "content": "Be exact."}]
+        messages: list[dict[str, Any]] = [
+            {"role": self.rng.choice(["system", "developer"]), "content": "Be exact."}
+        ]
         for role, content in self.turns:
             if role == "user":
                 shown = content if self.maybe() else [{"type": "text", "text": content}]
@@ -171,14 +200,27 @@ class ResponsesTalk(Talk):
                 shown = content if self.maybe() else [{"type": "input_text", "text": content}]
                 items.append({"role": "user", "content": shown})
             elif role == "tool":
-                items.append({"type": "function_call_output", "call_id": content[0], "output": content[1]})
+                items.append(
+                    {"type": "function_call_output", "call_id": content[0], "output": content[1]}
+                )
             else:
-                items += [self.echo(item) for item in content if item["type"] != "reasoning" or self.maybe()]
-        body = {"model": "m", "instructions": "Be exact.", "input": items, "tools": [{"type": "function", **TOOL}]}
+                items += [
+                    self.echo(item)
+                    for item in content
+                    if item["type"] != "reasoning" or self.maybe()
+                ]
+        body = {
+            "model": "m",
+            "instructions": "Be exact.",
+            "input": items,
+            "tools": [{"type": "function", **TOOL}],
+        }
         return self.post("/v1/responses", {**body, "max_output_tokens": 400})["output"]
 
     def echo(self, item: dict[str, Any]) -> dict[str, Any]:
-        return self.shuffled({k: v for k, v in item.items() if k not in ("status", "id") or self.maybe()})
+        return self.shuffled(
+            {k: v for k, v in item.items() if k not in ("status", "id") or self.maybe()}
+        )
 
     def call_ids(self, items: list[dict[str, Any]]) -> list[str]:
         return [item["call_id"] for item in items if item["type"] == "function_call"]
@@ -186,7 +228,10 @@ class ResponsesTalk(Talk):
 
 @pytest.mark.parametrize("dialect", [AnthropicTalk, ChatTalk, ResponsesTalk])
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(answers=st.lists(st.tuples(ANSWERS, st.booleans()), min_size=2, max_size=5), seed=st.integers(0, 2**32))
+@given(
+    answers=st.lists(st.tuples(ANSWERS, st.booleans()), min_size=2, max_size=5),
+    seed=st.integers(0, 2**32),
+)
 def test_every_prompt_continues_the_stored_ids(
     served: tuple[ThreadedProxy, NextAnswer], dialect: type[Talk], answers: list, seed: int
 ) -> None:
@@ -198,7 +243,9 @@ def test_every_prompt_continues_the_stored_ids(
         prompt, output = proxy.engine.prompts[-1], proxy.engine.outputs[-1]
         assert prompt[: len(expected)] == expected
         assert len(prompt) > len(expected)
-        if isinstance(talk, ResponsesTalk) and not any(i["type"] != "reasoning" for i in talk.answer()):
+        if isinstance(talk, ResponsesTalk) and not any(
+            i["type"] != "reasoning" for i in talk.answer()
+        ):
             return  # an answer without a single visible item leaves nothing that a harness could echo
         expected = prompt + output
     assert len(proxy.proxy.store.calls(talk.execution_id)) == len(answers)

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from gyre_megatron.errors import CellError, CheckpointError, RunDirectoryError
+from gyre_megatron.observe.journal import Journal
 from gyre_megatron.runtime import protocol, report
 from gyre_megatron.runtime.batch import Batch
 from gyre_megatron.runtime.cell_board import CellBoard
-from gyre_megatron.runtime.journal import Journal
 from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.scheduler import Role
@@ -38,7 +38,12 @@ def test_a_micro_step_is_claimed_once_and_in_order():
     assert queue.done_by_cell == {0: 1, 1: 2}
 
 
-def board_of(num_cells: int, queue: MicroStepQueue | None = None, timeout_s: float = 5.0, seen: list | None = None):
+def board_of(
+    num_cells: int,
+    queue: MicroStepQueue | None = None,
+    timeout_s: float = 5.0,
+    seen: list | None = None,
+):
     on_micro_step = seen.append if seen is not None else lambda metrics: None
     return CellBoard(num_cells, queue or MicroStepQueue(), 0.05, timeout_s, on_micro_step)
 
@@ -50,7 +55,9 @@ async def fetch(board: CellBoard, cell: int):
 def test_every_cell_gets_its_order_and_all_reports_are_awaited():
     async def scenario():
         board = board_of(2)
-        orders = asyncio.create_task(board.order([0, 1], partial(protocol.FinishStep, step=3, prefix=2, skip=False)))
+        orders = asyncio.create_task(
+            board.order([0, 1], partial(protocol.FinishStep, step=3, prefix=2, skip=False))
+        )
         for cell in (1, 0):
             order = await fetch(board, cell)
             assert isinstance(order, protocol.FinishStep) and order.step == 3
@@ -97,7 +104,9 @@ def test_a_failed_or_silent_cell_fails_the_order_with_its_name():
         board = board_of(2)
         ordering = asyncio.create_task(board.order([0, 1], partial(protocol.Serve, version=1)))
         order = await fetch(board, 1)
-        await board.report(1, protocol.Report(order.order_id, {}, 0.0, error="TransferError: checksum"))
+        await board.report(
+            1, protocol.Report(order.order_id, {}, 0.0, error="TransferError: checksum")
+        )
         with pytest.raises(CellError, match="cell 1: TransferError: checksum"):
             await ordering
         silent = board_of(2, timeout_s=0.05)
@@ -124,12 +133,18 @@ def test_reports_and_cells_that_do_not_exist_are_refused():
 @pytest.mark.parametrize(
     "order",
     [
-        protocol.Join(1, 2), protocol.Sync(1, 2, 3), protocol.MicroStep(1, [b"x"]), protocol.FinishStep(1, 2, 1, True),
-        protocol.Publish(1, 2, True), protocol.Serve(1, 2), protocol.Checkpoint(1, "d"), protocol.Stop(1, "why"),
+        protocol.Join(1, 2),
+        protocol.Sync(1, 2, 3),
+        protocol.MicroStep(1, [b"x"]),
+        protocol.FinishStep(1, 2, 1, True),
+        protocol.Publish(1, 2, True),
+        protocol.Serve(1, 2),
+        protocol.Checkpoint(1, "d"),
+        protocol.Stop(1, "why"),
         protocol.Wait(),
     ],
     ids=lambda order: type(order).__name__,
-)  # fmt: skip
+)
 def test_orders_survive_the_wire(order):
     assert protocol.order_decoder.decode(msgspec.msgpack.encode(order)) == order
 
@@ -159,7 +174,10 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
     latest = directory.latest_checkpoint()
     assert latest.step == 6 and (latest.directory / "weights").read_text() == "6"
     assert json.loads((latest.directory / "state.json").read_text()) == {"finished": 48, "step": 6}
-    assert sorted(p.name for p in directory.checkpoints.glob("step_[0-9]*[0-9]")) == ["step_000004", "step_000006"]
+    assert sorted(p.name for p in directory.checkpoints.glob("step_[0-9]*[0-9]")) == [
+        "step_000004",
+        "step_000006",
+    ]
     (latest.directory / "state.json").unlink()
     with pytest.raises(CheckpointError, match="missing or incomplete"):
         directory.latest_checkpoint()
@@ -192,13 +210,18 @@ def test_a_resumed_journal_drops_what_the_checkpoint_does_not_hold(tmp_path: Pat
     records = report.read_lines(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 8))
     assert summary["steps"] == 7 and summary["role_switches"] == 1
-    assert summary["rerouted_calls"] == 4 and summary["harness_errors"] == 2, "counts go on from the last record kept"
-    assert summary["reward_first5"] == pytest.approx(0.3) and summary["reward_last5"] == pytest.approx(0.5)
+    assert summary["rerouted_calls"] == 4 and summary["harness_errors"] == 2, (
+        "counts go on from the last record kept"
+    )
+    assert summary["reward_first5"] == pytest.approx(0.3) and summary[
+        "reward_last5"
+    ] == pytest.approx(0.5)
     assert list((tmp_path / "tensorboard").iterdir())
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "expected"), [(0.1, 0.4, True), (0.3, 0.55, False), (0.05, 0.2, False), (0.2, 0.4, True)]
+    ("first", "last", "expected"),
+    [(0.1, 0.4, True), (0.3, 0.55, False), (0.05, 0.2, False), (0.2, 0.4, True)],
 )
 def test_learning_means_twice_the_reward_and_a_fifth_more(first, last, expected):
     assert report.learnt({"reward_first5": first, "reward_last5": last}) is expected
@@ -217,9 +240,12 @@ def finished_run(path: Path, last: float) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("expect", "last", "status"), [("rise", 0.9, 0), ("rise", 0.1, 1), ("flat", 0.1, 0), ("flat", 0.9, 1)]
+    ("expect", "last", "status"),
+    [("rise", 0.9, 0), ("rise", 0.1, 1), ("flat", 0.1, 0), ("flat", 0.9, 1)],
 )
-def test_the_report_says_whether_the_run_did_as_expected(tmp_path: Path, capsys, expect, last, status):
+def test_the_report_says_whether_the_run_did_as_expected(
+    tmp_path: Path, capsys, expect, last, status
+):
     run = finished_run(tmp_path, last)
     assert report.main([str(run), "--label", "demo", "--expect", expect]) == status
     line = capsys.readouterr().out.splitlines()[-1]

@@ -1,4 +1,5 @@
-"""The scheduler against every state that small systems can reach, and against decisions worked out by hand."""
+"""The scheduler against every state that small systems can reach, and against decisions worked out
+by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ R, T, L, B = Role.ROLLOUT, Role.TRAIN, Role.LEAVING, Role.RETURNING
 
 @dataclass(frozen=True)
 class World:
-    """A system small enough to explore whole. `unfinished` holds, per running group, its executions that still run."""
+    """A system small enough to explore whole. `unfinished` holds, per running group, its executions
+    that still run."""
 
     roles: tuple[Role, ...]
     unfinished: tuple[int, ...]
@@ -50,7 +52,9 @@ class World:
             trained_steps=self.trained,
             published_steps=self.published,
             total_steps=total,
-            ready_groups=self.finished_groups - self.trained * config.groups_per_step - self.admitted,
+            ready_groups=self.finished_groups
+            - self.trained * config.groups_per_step
+            - self.admitted,
             admitted_groups=self.admitted,
             open_micro_steps=self.open_micro_steps,
         )
@@ -62,7 +66,9 @@ def apply(world: World, order, config: SchedulerConfig, total: int) -> World:
     match order:
         case Dispatch(num_groups):
             assert num_groups > 0
-            assert world.trained == world.published, "groups are dispatched at burst boundaries only"
+            assert world.trained == world.published, (
+                "groups are dispatched at burst boundaries only"
+            )
             new = (config.executions_per_group,) * num_groups
             return replace(
                 world,
@@ -74,7 +80,9 @@ def apply(world: World, order, config: SchedulerConfig, total: int) -> World:
             if config.policy == "gyre":
                 left = sum(role is R for role in roles) - 1
                 waterlevel = world.dispatched_groups * config.executions_per_group - world.finished
-                assert waterlevel <= left * config.cell_capacity, "what remains must cover the unfinished work"
+                assert waterlevel <= left * config.cell_capacity, (
+                    "what remains must cover the unfinished work"
+                )
             roles[cell] = L
         case Return(cell):
             assert cell == sum(role is T for role in roles) - 1, "cells return in reverse order"
@@ -85,7 +93,9 @@ def apply(world: World, order, config: SchedulerConfig, total: int) -> World:
             return replace(world, trained=world.trained + 1, admitted=0)
         case Publish():
             burst = min(config.steps_per_burst, total - world.published)
-            assert world.trained == world.published + burst, "weights are published at the end of a burst only"
+            assert world.trained == world.published + burst, (
+                "weights are published at the end of a burst only"
+            )
             return replace(world, published=world.trained)
         case Finish():
             assert all(role is R for role in roles)
@@ -109,9 +119,18 @@ def events(world: World, config: SchedulerConfig, total: int) -> list[World]:
             left += [group - 1] if group > 1 else []
             done = world.finished_groups + (group == 1)
             finished = world.finished + 1
-            after.append(replace(world, unfinished=tuple(sorted(left)), finished_groups=done, finished=finished))
+            after.append(
+                replace(
+                    world, unfinished=tuple(sorted(left)), finished_groups=done, finished=finished
+                )
+            )
     state = world.state(config, total)
-    if world.roles[0] is T and state.ready_groups and world.admitted < config.groups_per_step and world.trained < total:
+    if (
+        world.roles[0] is T
+        and state.ready_groups
+        and world.admitted < config.groups_per_step
+        and world.trained < total
+    ):
         for micro_steps in (0, 1):
             admitted, opened = world.admitted + 1, world.open_micro_steps + micro_steps
             after.append(replace(world, admitted=admitted, open_micro_steps=opened))
@@ -121,16 +140,17 @@ def events(world: World, config: SchedulerConfig, total: int) -> list[World]:
 
 
 def explore(num_cells: int, config: SchedulerConfig, total: int) -> int:
-    """Visit every reachable state; returns how many. Fails on a broken invariant or a state that leads nowhere."""
+    """Visit every reachable state; returns how many. Fails on a broken invariant or a state that
+    leads nowhere."""
     start = World((R,) * num_cells, (), 0, 0, 0, 0, 0, 0, 0)
     seen, queue, ended = {start}, deque([start]), False
     while queue:
         world = queue.popleft()
         roles = [role is not R for role in world.roles]
         assert roles == sorted(roles, reverse=True), "training cells are a prefix"
-        assert world.dispatched_groups <= (world.published + config.max_lag_steps + config.steps_per_burst) * (
-            config.groups_per_step
-        )
+        assert world.dispatched_groups <= (
+            world.published + config.max_lag_steps + config.steps_per_burst
+        ) * (config.groups_per_step)
         orders = decide(world.state(config, total), config)
         if orders:
             following = world
@@ -174,9 +194,20 @@ def test_every_reachable_state_is_safe_and_leads_on(policy):
 CONFIG = SchedulerConfig(groups_per_step=2, executions_per_group=4, cell_capacity=4)
 
 
-def state(roles, dispatched=8, finished=0, trained=0, published=0, ready=0, admitted=0, opened=0, total=5):
+def state(
+    roles, dispatched=8, finished=0, trained=0, published=0, ready=0, admitted=0, opened=0, total=5
+):
     return SchedulerState(
-        tuple(roles), dispatched, dispatched, finished, trained, published, total, ready, admitted, opened
+        tuple(roles),
+        dispatched,
+        dispatched,
+        finished,
+        trained,
+        published,
+        total,
+        ready,
+        admitted,
+        opened,
     )
 
 
@@ -189,7 +220,10 @@ def state(roles, dispatched=8, finished=0, trained=0, published=0, ready=0, admi
         (state([L, R], finished=8), ()),  # serial
         (state([T, R], finished=7), ()),  # nobody would be left to serve the last one
         (state([T, R], finished=8, ready=1, admitted=1, opened=1), (Leave(1),)),
-        (state([T, R], finished=8, admitted=2), (FinishStep(1),)),  # the work is done: no point in joining
+        (
+            state([T, R], finished=8, admitted=2),
+            (FinishStep(1),),
+        ),  # the work is done: no point in joining
         (state([T, T], finished=8, admitted=2), (FinishStep(2),)),
         (state([T, T], finished=8, trained=1), (Publish(),)),
         (state([T, T], finished=8, trained=1, published=1), (Return(1),)),

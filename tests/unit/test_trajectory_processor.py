@@ -40,9 +40,12 @@ def test_a_prefix_trains_once_and_every_token_is_accounted_for(tmp_path: Path) -
     owned = {tuple(n.token_ids.tolist()): tree.owner[i] for i, n in enumerate(tree.nodes)}
     assert owned[tuple(first.token_ids.tolist())] == owned[tuple(main.token_ids.tolist())] == 0
     assert owned[tuple(summary.token_ids.tolist())] == 1
-    # Branches flattened: root + first (16) with main (5 + 8) and summary (7 + 10); the auxiliary call: 20 + 5.
+    # Branches flattened: root + first (16) with main (5 + 8) and summary (7 + 10); the auxiliary
+    # call: 20 + 5.
     captured = (16 + 13) + (16 + 17) + 25
-    assert group.conservation == Conservation(captured, trained=18, shared=16, context=12 + 7 + 9, dropped=25)
+    assert group.conservation == Conservation(
+        captured, trained=18, shared=16, context=12 + 7 + 9, dropped=25
+    )
     store.close()
 
 
@@ -64,7 +67,9 @@ def test_a_branch_outlives_what_was_cut_off_below_it(tmp_path: Path, state: str,
     store = open_store(tmp_path)
     builder = one_execution(store)
     first = builder.call(builder.context(None, 10), 4)
-    builder.call(builder.context(first, 5), 6, role=role, state=state)  # in flight when the harness was ended
+    builder.call(
+        builder.context(first, 5), 6, role=role, state=state
+    )  # in flight when the harness was ended
     builder.finish(1.0)
     group = process_group(store, "g", ProcessorConfig())
     tree = group.trees[0]
@@ -102,13 +107,20 @@ def test_truncated_answers_train_only_if_wanted(tmp_path: Path) -> None:
 
 def test_scoring_states(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    endings = [(1.0, "scored"), (0.0, "scored"), (None, "excluded"), (0.0, "placeholder"), (None, "dropped")]
+    endings = [
+        (1.0, "scored"),
+        (0.0, "scored"),
+        (None, "excluded"),
+        (0.0, "placeholder"),
+        (None, "dropped"),
+    ]
     for execution_id, (reward, status) in zip(store.add_group("g", {}, 5, 0), endings, strict=True):
         builder = TreeBuilder(store, execution_id)
         builder.call(builder.context(None, 3), 2)
         builder.finish(reward, status)
     group = process_group(store, "g", ProcessorConfig(advantage="mean"))
-    # Excluded and dropped executions do not count in the mean; the placeholder does, with reward 0 and no tokens.
+    # Excluded and dropped executions do not count in the mean; the placeholder does, with reward 0
+    # and no tokens.
     assert [t.advantage for t in group.trees] == pytest.approx([2 / 3, -1 / 3])
     assert group.num_excluded == 2 and len(group.rewards) == 3
     assert group.conservation.trained == 4 and group.conservation.dropped == 3 * 7
@@ -126,7 +138,9 @@ def test_an_unfinished_group_is_refused(tmp_path: Path) -> None:
 def test_advantages() -> None:
     rewards = np.asarray([0.0, 0.5, 1.0])
     assert group_advantages(rewards, ProcessorConfig(advantage="mean")) == [-0.5, 0.0, 0.5]
-    assert group_advantages(rewards, ProcessorConfig()) == pytest.approx([-1.2247449, 0.0, 1.2247449])
+    assert group_advantages(rewards, ProcessorConfig()) == pytest.approx(
+        [-1.2247449, 0.0, 1.2247449]
+    )
     assert group_advantages(np.asarray([0.3, 0.3]), ProcessorConfig()) == [0.0, 0.0]
     assert group_advantages(np.asarray([0.7]), ProcessorConfig()) == [0.0]
     assert group_advantages(np.asarray([]), ProcessorConfig()) == []
@@ -135,7 +149,9 @@ def test_advantages() -> None:
 def test_roles_are_drawn_in_order_of_priority() -> None:
     parents, counts = [-1, 0, 0, 0, 0, 0], np.asarray([0, 1, 100, 100, 100, 100])
     roles = ["main", "sub_agent_summary", "sub_agent", "main_summary", "auxiliary"]
-    chosen, owner = select_branches(parents, counts, [1, 2, 3, 4, 5], roles, PRIORITY, 5, np.random.default_rng(0))
+    chosen, owner = select_branches(
+        parents, counts, [1, 2, 3, 4, 5], roles, PRIORITY, 5, np.random.default_rng(0)
+    )
     assert [roles[i] for i in chosen] == ["main", "main_summary", "sub_agent", "sub_agent_summary"]
     assert owner.tolist() == [-1, 0, 3, 2, 1, -1]
 
@@ -158,7 +174,9 @@ def forests(draw: st.DrawFn) -> tuple[list[int], np.ndarray]:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(forest=forests(), max_branches=st.integers(1, 5), seed=st.integers(0, 99))
-def test_selection_is_bounded_and_owns_each_token_once(forest: tuple, max_branches: int, seed: int) -> None:
+def test_selection_is_bounded_and_owns_each_token_once(
+    forest: tuple, max_branches: int, seed: int
+) -> None:
     parents, counts = forest
     leaves = [i for i in range(len(parents)) if i not in parents]
     rng = np.random.default_rng(seed)
@@ -175,14 +193,18 @@ def test_selection_is_bounded_and_owns_each_token_once(forest: tuple, max_branch
             on_path.add(node)
             node = parents[node]
         assert new > 0, "a branch without a token of its own was chosen"
-    assert all(owner[node] == -1 for node in range(len(parents)) if node not in on_path or not counts[node])
+    assert all(
+        owner[node] == -1 for node in range(len(parents)) if node not in on_path or not counts[node]
+    )
     left = [i for i in range(len(leaves)) if i not in chosen and counts[leaves[i]] > 0]
     assert len(chosen) == max_branches or not left
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_tokens_are_conserved_in_any_tree(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_tokens_are_conserved_in_any_tree(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     store = open_store(tmp_path_factory.mktemp("store"))
     builder = one_execution(store)
     nodes = [builder.context(None, 3)]

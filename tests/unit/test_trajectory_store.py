@@ -51,7 +51,11 @@ def test_training_progress_rolls_back_to_a_checkpoint(tmp_path: Path) -> None:
     assert store.finished_groups() == ["a", "b", "c"]
     store.mark_trained(["a"], 1)
     store.mark_trained(["b", "c"], 2)
-    assert store.finished_groups() == [] and store.finished_groups(untrained=False) == ["a", "b", "c"]
+    assert store.finished_groups() == [] and store.finished_groups(untrained=False) == [
+        "a",
+        "b",
+        "c",
+    ]
     assert store.rollback_to_step(1) == 2
     assert store.finished_groups() == ["b", "c"]
     store.close()
@@ -64,7 +68,10 @@ def test_running_executions_are_queued_again_once_and_keep_their_past_apart(tmp_
     builder.call(builder.context(None, 5), 3)
     store.close()
     store = open_store(tmp_path)
-    assert store.authenticate(builder.token) == (execution_id, 1)  # a harness that lived on may go on
+    assert store.authenticate(builder.token) == (
+        execution_id,
+        1,
+    )  # a harness that lived on may go on
     assert store.requeue_running() == 1 and store.requeue_running() == 0
     assert store.authenticate(builder.token) is None
     again = TreeBuilder(store, execution_id)
@@ -88,7 +95,9 @@ def test_nodes_come_back_as_they_were(tmp_path: Path) -> None:
     stored = {node.node_id: as_plain(node) for node in store.nodes(builder.execution_id)}
     for node in (root, first, second, branch, routed_call):
         assert stored[node.node_id] == as_plain(node)
-    forest = Forest(store.new_node_id, store.nodes(builder.execution_id), store.calls(builder.execution_id))
+    forest = Forest(
+        store.new_node_id, store.nodes(builder.execution_id), store.calls(builder.execution_id)
+    )
     assert forest.path_ids(second).tolist() == builder.forest.path_ids(second).tolist()
     assert forest.match([(root.key, ()), (first.key, ())]).node.node_id == first.node_id
     store.close()
@@ -129,7 +138,9 @@ def test_concurrent_writers_share_commits_and_lose_nothing(tmp_path: Path) -> No
 def test_a_full_disk_is_told_and_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], check=False).returncode
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], check=False
+    ).returncode
     if mounted != 0:
         pytest.skip("needs the right to mount a small tmpfs")
     try:
@@ -187,7 +198,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow, which is not installed")
+    parquet = pytest.importorskip(
+        "pyarrow.parquet", reason="Parquet needs pyarrow, which is not installed"
+    )
     store = open_store(tmp_path)
     builder = TreeBuilder(store, store.add_group("g", {}, 1, 0)[0])
     for _ in range(70):

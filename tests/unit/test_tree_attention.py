@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from gyre_megatron.ops.tree_attention import tree_attention, tree_attention_reference, tree_pieces, visibility
+from gyre_megatron.ops.tree_attention import (
+    tree_attention,
+    tree_attention_reference,
+    tree_pieces,
+    visibility,
+)
 from gyre_megatron.trajectory.packing import pack
 from tests.unit.random_trees import random_tree
 
@@ -19,17 +24,24 @@ def run(bin_, dtype, intervals=None, heads=4, groups=2, size=16, seed=0):
     generator = torch.Generator().manual_seed(seed)
     tokens = bin_.num_tokens
     query = torch.randn(heads, tokens, size, generator=generator, dtype=torch.float64)
-    key, value = (torch.randn(groups, tokens, size, generator=generator, dtype=torch.float64) for _ in range(2))
+    key, value = (
+        torch.randn(groups, tokens, size, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
     grad = torch.randn(heads, tokens, size, generator=generator, dtype=torch.float64)
     visible = visibility(bin_.node_starts, bin_.node_ends, bin_.subtree_ends, tokens)
-    rows = torch.cat([torch.arange(a, b) for a, b in intervals]) if intervals else torch.arange(tokens)
+    rows = (
+        torch.cat([torch.arange(a, b) for a, b in intervals]) if intervals else torch.arange(tokens)
+    )
 
     expected_in = [x.clone().requires_grad_() for x in (query, key, value)]
     expected = tree_attention_reference(*expected_in, visible)[:, rows]
     expected.backward(grad[:, rows])
     actual_in = [x.to(dtype).requires_grad_() for x in (query[:, rows], key, value)]
     nodes = (bin_.node_starts, bin_.node_ends, bin_.subtree_ends)
-    pieces = torch.from_numpy(tree_pieces(*nodes, None if intervals is None else np.array(intervals)))
+    pieces = torch.from_numpy(
+        tree_pieces(*nodes, None if intervals is None else np.array(intervals))
+    )
     actual = tree_attention(*actual_in, pieces)
     actual.backward(grad[:, rows].to(dtype))
     expected_grads = [expected_in[0].grad[:, rows], expected_in[1].grad, expected_in[2].grad]
@@ -61,7 +73,9 @@ def test_pieces_cover_each_visible_pair_once():
     for seed in range(30):
         bin_ = packed(seed)
         seen = torch.zeros(bin_.num_tokens, bin_.num_tokens, dtype=torch.int)
-        for q, k, queries, keys, causal in tree_pieces(bin_.node_starts, bin_.node_ends, bin_.subtree_ends).tolist():
+        for q, k, queries, keys, causal in tree_pieces(
+            bin_.node_starts, bin_.node_ends, bin_.subtree_ends
+        ).tolist():
             block = torch.ones(queries, keys, dtype=torch.int)
             seen[q : q + queries, k : k + keys] += block.tril() if causal else block
         visible = visibility(bin_.node_starts, bin_.node_ends, bin_.subtree_ends, bin_.num_tokens)
@@ -88,5 +102,8 @@ def test_a_piece_outside_the_tensors_is_refused():
         tree_attention(q, q, q, torch.tensor([[0, 0, 5, 5, 1]]))
     with pytest.raises(ValueError, match="not a multiple"):
         tree_attention(
-            torch.randn(3, 4, 8), torch.randn(2, 4, 8), torch.randn(2, 4, 8), torch.tensor([[0, 0, 4, 4, 1]])
+            torch.randn(3, 4, 8),
+            torch.randn(2, 4, 8),
+            torch.randn(2, 4, 8),
+            torch.tensor([[0, 0, 4, 4, 1]]),
         )

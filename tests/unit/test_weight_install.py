@@ -1,4 +1,5 @@
-"""The loader's commands on a small module: FP8 on the way in, storage kept, damage and gaps refused by name."""
+"""The loader's commands on a small module: FP8 on the way in, storage kept, damage and gaps refused
+by name."""
 
 from __future__ import annotations
 
@@ -9,16 +10,22 @@ import pytest
 import torch
 
 from gyre_megatron.config.model import Architecture
+from gyre_megatron.engines import loader as weight_loader
+from gyre_megatron.engines.probe import probe
 from gyre_megatron.errors import LayoutError
 from gyre_megatron.ops.fp8 import BLOCK, dequantize_blocks, quantize_blocks
-from gyre_megatron.rollout import weight_loader
-from gyre_megatron.rollout.weight_probe import probe
 from gyre_megatron.weights.shadow import STATUS_FILE, checksums
 
 ARCHITECTURE = Architecture(
-    family="qwen3", vocab_size=256, hidden_size=64, num_layers=0, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=16, intermediate_size=64,
-)  # fmt: skip
+    family="qwen3",
+    vocab_size=256,
+    hidden_size=64,
+    num_layers=0,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=64,
+)
 
 
 class Engine(torch.nn.Module):
@@ -27,10 +34,14 @@ class Engine(torch.nn.Module):
     def __init__(self, fp8: bool = False, negate: bool = False) -> None:
         super().__init__()
         dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-        self.embed = torch.nn.Parameter(torch.zeros(128, 64, dtype=torch.bfloat16), requires_grad=False)
+        self.embed = torch.nn.Parameter(
+            torch.zeros(128, 64, dtype=torch.bfloat16), requires_grad=False
+        )
         self.norm = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16), requires_grad=False)
         self.head = torch.nn.Module()
-        self.head.weight = torch.nn.Parameter(torch.zeros(256, 64, dtype=dtype), requires_grad=False)
+        self.head.weight = torch.nn.Parameter(
+            torch.zeros(256, 64, dtype=dtype), requires_grad=False
+        )
         if fp8:
             self.head.weight_scale_inv = torch.nn.Parameter(torch.zeros(2, 1), requires_grad=False)
         self._negate = negate
@@ -48,7 +59,9 @@ class Engine(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
     monkeypatch.setattr(weight_loader, "_tp_rank", lambda: 0)
-    monkeypatch.setattr(weight_loader, "_refresh_derived", lambda model: None)  # needs SGLang; tested end to end
+    monkeypatch.setattr(
+        weight_loader, "_refresh_derived", lambda model: None
+    )  # needs SGLang; tested end to end
 
 
 def _run(model: Engine, folder: Path, op: str, **arguments) -> dict:
@@ -76,7 +89,9 @@ def test_fp8_is_quantised_in_whole_blocks_on_the_way_in(tmp_path):
     assert [p.data_ptr() for p in model.parameters()] == addresses
     assert torch.equal(model.embed.data, shadow.tensors["embed"])
     restored = dequantize_blocks(model.head.weight.data, model.head.weight_scale_inv.data)
-    assert (restored - shadow.tensors["head.weight"].float()).abs().max() < 0.07 * restored.abs().max()
+    assert (
+        restored - shadow.tensors["head.weight"].float()
+    ).abs().max() < 0.07 * restored.abs().max()
 
 
 def test_damage_is_refused_and_nothing_is_touched(tmp_path):
@@ -86,7 +101,11 @@ def test_damage_is_refused_and_nothing_is_touched(tmp_path):
     sums = checksums(shadow.tensors)
     shadow.tensors["norm"][3] = 1.0
     answer = _run(model, tmp_path, "verify", checksums=[sums])
-    assert not answer["ok"] and "1 tensors arrived damaged" in answer["error"] and "norm" in answer["error"]
+    assert (
+        not answer["ok"]
+        and "1 tensors arrived damaged" in answer["error"]
+        and "norm" in answer["error"]
+    )
     assert not any(p.any() for p in model.parameters())
 
 
@@ -119,7 +138,9 @@ def test_block_scales(shape):
     values, scales = quantize_blocks(weight)
     assert scales.shape[-2:] == (-(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
     error = (dequantize_blocks(values, scales) - weight).abs()
-    wide = scales.repeat_interleave(BLOCK, -2)[..., : shape[-2], :].repeat_interleave(BLOCK, -1)[..., : shape[-1]]
+    wide = scales.repeat_interleave(BLOCK, -2)[..., : shape[-2], :].repeat_interleave(BLOCK, -1)[
+        ..., : shape[-1]
+    ]
     assert (error <= torch.maximum(weight.abs() / 16 * 1.01, wide * 2**-9)).all()
 
 

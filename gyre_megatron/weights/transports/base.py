@@ -1,4 +1,5 @@
-"""What a transport offers the executor: one ordered, bounded stream of buffers per pair of processes."""
+"""What a transport offers the executor: one ordered, bounded stream of buffers per pair of
+processes."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Inbox(ABC):
 
 
 class Transport(ABC):
-    """Streams between this process and its peers. Every wait ends after `timeout_s` with a TransferError.
+    """Streams between this process and its peers. Every wait ends after `timeout_s` with a
+    TransferError.
 
     Args:
         store: reached by all processes; carries the vote at the end of each swap.
@@ -61,7 +63,13 @@ class Transport(ABC):
     """
 
     def __init__(
-        self, store: dist.Store, process: int, num_processes: int, name: str, timeout_s: float, staging_bytes: int
+        self,
+        store: dist.Store,
+        process: int,
+        num_processes: int,
+        name: str,
+        timeout_s: float,
+        staging_bytes: int,
     ) -> None:
         self.process, self.num_processes, self.timeout_s = process, num_processes, timeout_s
         self.store = dist.PrefixStore(name, store)
@@ -124,7 +132,8 @@ class Transport(ABC):
 
 
 def reserve_file(descriptor: int, size: int) -> None:
-    """Take the memory of a file now: a sparse one would fail with a bus error in the middle of a swap.
+    """Take the memory of a file now: a sparse one would fail with a bus error in the middle of a
+    swap.
 
     Raises:
         OSError: the file system is full.
@@ -135,8 +144,8 @@ def reserve_file(descriptor: int, size: int) -> None:
 def map_file(path: Path, size: int) -> torch.Tensor:
     """A uint8 tensor over the first `size` bytes of a shared file.
 
-    Where CUDA exists it is page-locked for its devices as long as the returned object lives (its owner keeps it beside
-    any views).
+    Where CUDA exists it is page-locked for its devices as long as the returned object lives (its
+    owner keeps it beside any views).
 
     Raises:
         TransferError: the device refuses to lock the pages.
@@ -147,7 +156,8 @@ def map_file(path: Path, size: int) -> torch.Tensor:
         code = runtime.cudaHostRegister(tensor.data_ptr(), size, _PORTABLE_AND_MAPPED)
         if int(code):
             raise TransferError(
-                f"page-locking {size} bytes of {path} failed with CUDA error {int(code)}; raise memlock limits"
+                f"page-locking {size} bytes of {path} failed with CUDA error {int(code)}; raise "
+                "memlock limits"
             )
         weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
     return tensor

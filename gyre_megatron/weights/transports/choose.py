@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,14 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_transport(
-    config: WeightsConfig, store: dist.Store, process: int, num_processes: int, name: str = "gyre/weights",
-    device: torch.device | str = "cpu", folder: Path | None = None,
-) -> Transport:  # fmt: skip
+    config: WeightsConfig,
+    store: dist.Store,
+    process: int,
+    num_processes: int,
+    name: str = "gyre/weights",
+    device: torch.device | str = "cpu",
+    folder: Path | None = None,
+) -> Transport:
     """Make the configured transport; collective, because `auto` asks all processes where they run.
 
     Args:
@@ -37,25 +43,40 @@ def open_transport(
     """
     kind = config.transport
     if kind == "auto":
-        kind = "ipc" if _one_host(store, process, num_processes, name, config.timeout_s) else "collective"
-    common = dict(name=f"{name}/{kind}", timeout_s=config.timeout_s, staging_bytes=config.staging_mib << 20)
+        kind = (
+            "ipc"
+            if _one_host(store, process, num_processes, name, config.timeout_s)
+            else "collective"
+        )
+    common: dict[str, Any] = dict(
+        name=f"{name}/{kind}", timeout_s=config.timeout_s, staging_bytes=config.staging_mib << 20
+    )
     if kind == "ipc":
-        return IpcTransport(store, process, num_processes, directory=config.shared_memory_dir, **common)  # type: ignore[arg-type]
+        return IpcTransport(
+            store, process, num_processes, directory=config.shared_memory_dir, **common
+        )
     if kind == "collective":
-        return CollectiveTransport(store, process, num_processes, device=device, **common)  # type: ignore[arg-type]
+        return CollectiveTransport(store, process, num_processes, device=device, **common)
     if kind == "mooncake":
         endpoint = Endpoint(socket.gethostbyname(socket.gethostname()), config.mooncake_protocol)
-        return MooncakeTransport(store, process, num_processes, endpoint=endpoint, **common)  # type: ignore[arg-type]
+        return MooncakeTransport(store, process, num_processes, endpoint=endpoint, **common)
     if folder is None:
-        raise TransferError("weights.transport=file needs a folder that all processes see; pass one, or choose auto")
-    return FileTransport(store, process, num_processes, folder, **common)  # type: ignore[arg-type]
+        raise TransferError(
+            "weights.transport=file needs a folder that all processes see; pass one, or choose auto"
+        )
+    return FileTransport(store, process, num_processes, folder, **common)
 
 
-def _one_host(store: dist.Store, process: int, num_processes: int, name: str, timeout_s: float) -> bool:
+def _one_host(
+    store: dist.Store, process: int, num_processes: int, name: str, timeout_s: float
+) -> bool:
     meet = Rendezvous(dist.PrefixStore(f"{name}/hosts", store), process, num_processes, timeout_s)
     here = _BOOT_ID.read_bytes() if _BOOT_ID.exists() else socket.gethostname().encode()
     answers = meet.exchange(here)
     if None in answers:
-        raise TransferError(f"choosing a weight transport: processes {[i for i, a in enumerate(answers) if a is None]} "
-                            f"did not answer in {timeout_s} s")  # fmt: skip
+        raise TransferError(
+            "choosing a weight transport: processes "
+            f"{[i for i, a in enumerate(answers) if a is None]} "
+            f"did not answer in {timeout_s} s"
+        )
     return len(set(answers)) == 1

@@ -20,9 +20,15 @@ class CollectiveTransport(Transport):
     """Sends and receives in a process group of its own, remade after a failed swap."""
 
     def __init__(
-        self, store: dist.Store, process: int, num_processes: int, name: str = "gyre/weights/collective",
-        timeout_s: float = 60.0, staging_bytes: int = 128 << 20, device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        store: dist.Store,
+        process: int,
+        num_processes: int,
+        name: str = "gyre/weights/collective",
+        timeout_s: float = 60.0,
+        staging_bytes: int = 128 << 20,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__(store, process, num_processes, name, timeout_s, staging_bytes)
         self.device = torch.device(device)
         self._group: dist.ProcessGroup | None = None
@@ -33,10 +39,12 @@ class CollectiveTransport(Transport):
         return self._staging_bytes // (2 * _WINDOW) // 4096 * 4096
 
     def buffers(self, outgoing: bool) -> list[torch.Tensor]:
-        """The staging buffers of one direction, allocated once: fresh memory costs a page fault per page."""
+        """The staging buffers of one direction, allocated once: fresh memory costs a page fault per
+        page."""
         if not self._buffers[outgoing]:
             self._buffers[outgoing] = [
-                torch.empty(self.bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(_WINDOW)
+                torch.empty(self.bucket_bytes, dtype=torch.uint8, device=self.device)
+                for _ in range(_WINDOW)
             ]
             self.account(_WINDOW * self.bucket_bytes)
         return list(self._buffers[outgoing])
@@ -50,7 +58,9 @@ class CollectiveTransport(Transport):
             timeout = timedelta(seconds=self.timeout_s)
             self._group = make_group(self.store, name, self.process, self.num_processes, timeout)
         except (RuntimeError, ValueError) as error:
-            raise TransferError(f"process {self.process} could not join the weight transport: {error}") from error
+            raise TransferError(
+                f"process {self.process} could not join the weight transport: {error}"
+            ) from error
 
     def outbox(self, peer: int) -> Outbox:
         return _CollectiveOutbox(self, peer)

@@ -1,4 +1,5 @@
-"""Buckets as safetensors files in a directory that all processes see: no network, any speed, also for cold starts."""
+"""Buckets as safetensors files in a directory that all processes see: no network, any speed, also
+for cold starts."""
 
 from __future__ import annotations
 
@@ -22,12 +23,19 @@ _POLL_S = 0.002
 
 
 class FileTransport(Transport):
-    """Writes at most two buckets ahead of each reader; a bucket's file is removed once it was read."""
+    """Writes at most two buckets ahead of each reader; a bucket's file is removed once it was
+    read."""
 
     def __init__(
-        self, store: dist.Store, process: int, num_processes: int, directory: str | Path,
-        name: str = "gyre/weights/file", timeout_s: float = 60.0, staging_bytes: int = 128 << 20,
-    ) -> None:  # fmt: skip
+        self,
+        store: dist.Store,
+        process: int,
+        num_processes: int,
+        directory: str | Path,
+        name: str = "gyre/weights/file",
+        timeout_s: float = 60.0,
+        staging_bytes: int = 128 << 20,
+    ) -> None:
         super().__init__(store, process, num_processes, name, timeout_s, staging_bytes)
         self._root = Path(directory)
         self._broken = False
@@ -70,7 +78,9 @@ class FileTransport(Transport):
             if self._broken or (self.folder / "cancelled").exists():
                 raise TransferError(f"process {self.process}: {what} was cancelled")
             if time.monotonic() > deadline:
-                raise TransferError(f"process {self.process}: {what} took longer than {self.timeout_s} s")
+                raise TransferError(
+                    f"process {self.process}: {what} took longer than {self.timeout_s} s"
+                )
             time.sleep(_POLL_S)
 
 
@@ -83,7 +93,10 @@ class _FileOutbox(Outbox):
     def slot(self, nbytes: int) -> torch.Tensor:
         if len(self._pending) == _WINDOW:
             oldest = self._pending.popleft()
-            self._transport.wait(lambda: not oldest.exists(), f"waiting for process {self._peer} to read {oldest.name}")
+            self._transport.wait(
+                lambda: not oldest.exists(),
+                f"waiting for process {self._peer} to read {oldest.name}",
+            )
         self._buffer = torch.empty(nbytes, dtype=torch.uint8)
         return self._buffer
 

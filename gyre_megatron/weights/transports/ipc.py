@@ -1,8 +1,9 @@
-"""Buckets through memory shared by the processes of one host: the receiver installs straight from the sender's slot.
+"""Buckets through memory shared by the processes of one host: the receiver installs straight from
+the sender's slot.
 
-Every process owns one ring of slots and a page of counters, mapped by all others. The files are unlinked as soon as
-everyone has mapped them, so nothing outlives the processes, however they end. With CUDA the slots are page-locked
-host memory, which devices read and write directly.
+Every process owns one ring of slots and a page of counters, mapped by all others. The files are
+unlinked as soon as everyone has mapped them, so nothing outlives the processes, however they end.
+With CUDA the slots are page-locked host memory, which devices read and write directly.
 """
 
 from __future__ import annotations
@@ -47,9 +48,15 @@ class IpcTransport(Transport):
     """Rings in shared memory. All processes must be on one host."""
 
     def __init__(
-        self, store: dist.Store, process: int, num_processes: int, name: str = "gyre/weights/ipc",
-        timeout_s: float = 60.0, staging_bytes: int = 128 << 20, directory: str = "/dev/shm",
-    ) -> None:  # fmt: skip
+        self,
+        store: dist.Store,
+        process: int,
+        num_processes: int,
+        name: str = "gyre/weights/ipc",
+        timeout_s: float = 60.0,
+        staging_bytes: int = 128 << 20,
+        directory: str = "/dev/shm",
+    ) -> None:
         super().__init__(store, process, num_processes, name, timeout_s, staging_bytes)
         self._directory = directory
         self._rings: list[_Ring] = []
@@ -79,12 +86,17 @@ class IpcTransport(Transport):
                 reserve_file(file.fileno(), _Ring.size(self.num_processes, self.bucket_bytes))
             except OSError as error:
                 failure = TransferError(
-                    f"{self._directory} cannot hold {SLOTS} slots of {self.bucket_bytes} bytes ({error}); lower "
+                    f"{self._directory} cannot hold {SLOTS} slots of {self.bucket_bytes} bytes "
+                    f"({error}); lower "
                     "weights.staging_mib"
                 )
             paths = self.rendezvous.exchange(b"" if failure else file.name.encode())
             if all(paths):
-                rings = [_Ring(Path(p.decode()), self.num_processes, self.bucket_bytes) for p in paths if p]
+                rings = [
+                    _Ring(Path(p.decode()), self.num_processes, self.bucket_bytes)
+                    for p in paths
+                    if p
+                ]
             self.rendezvous.agree(failure, "opening shared memory")
         self._rings = rings
         self.account(SLOTS * self.bucket_bytes)
@@ -136,7 +148,8 @@ class _IpcOutbox(Outbox):
         flag_set(self._ring.flags, _counter(self._peer, _POSTED), self._posted)
 
     def flush(self) -> None:
-        """Nothing to wait for: the slots outlive the stream, and the vote at the end waits for the receivers."""
+        """Nothing to wait for: the slots outlive the stream, and the vote at the end waits for the
+        receivers."""
 
 
 class _IpcInbox(Inbox):

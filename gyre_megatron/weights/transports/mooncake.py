@@ -1,9 +1,9 @@
 """One-sided reads with Mooncake's Transfer Engine: RDMA on a cluster, TCP on a CPU.
 
-As a bucket transport the receiver reads each bucket out of the sender's registered slots; the store carries only
-counters. `Exporter` and `pull` move whole shards without any help from the sender, for cells that join.
-After a failed read the engine may still write into its destination later (seen with TCP), so a destination is
-never used again after a failure.
+As a bucket transport the receiver reads each bucket out of the sender's registered slots; the store
+carries only counters. `Exporter` and `pull` move whole shards without any help from the sender, for
+cells that join. After a failed read the engine may still write into its destination later (seen
+with TCP), so a destination is never used again after a failure.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ class Endpoint:
             from mooncake.engine import TransferEngine
         except ImportError as error:
             raise VersionError(
-                f"Mooncake's Transfer Engine cannot be loaded ({error}); install mooncake-transfer-engine (or its "
+                f"Mooncake's Transfer Engine cannot be loaded ({error}); install "
+                "mooncake-transfer-engine (or its "
                 "-non-cuda build) and libibverbs1 librdmacm1 libnuma1"
             ) from error
         self._engine = TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, device)
         if code:
-            raise TransferError(f"the Transfer Engine could not start on {host} with {protocol}: code {code}")
+            raise TransferError(
+                f"the Transfer Engine could not start on {host} with {protocol}: code {code}"
+            )
         self.session = f"{host}:{self._engine.get_rpc_port()}"
         self._registered: dict[int, torch.Tensor] = {}
 
@@ -46,9 +49,13 @@ class Endpoint:
         """Let peers read and this process write `tensor` (contiguous), which is kept alive."""
         if tensor.data_ptr() in self._registered:
             return
-        code = self._engine.register_memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        code = self._engine.register_memory(
+            tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        )
         if code:
-            raise TransferError(f"registering {tensor.numel() * tensor.element_size()} bytes failed: code {code}")
+            raise TransferError(
+                f"registering {tensor.numel() * tensor.element_size()} bytes failed: code {code}"
+            )
         self._registered[tensor.data_ptr()] = tensor
 
     def unregister(self, tensor: torch.Tensor) -> None:
@@ -59,17 +66,28 @@ class Endpoint:
         for tensor in list(self._registered.values()):
             self.unregister(tensor)
 
-    def read(self, session: str, target: torch.Tensor, address: int, nbytes: int, timeout_s: float) -> None:
-        """Read `nbytes` at `address` of a peer into the beginning of `target`, sleeping while it is on its way.
+    def read(
+        self, session: str, target: torch.Tensor, address: int, nbytes: int, timeout_s: float
+    ) -> None:
+        """Read `nbytes` at `address` of a peer into the beginning of `target`, sleeping while it is
+        on its way.
 
         Raises:
             TransferError: the peer is gone or too slow; `target` must not be used again.
         """
-        batch = self._engine.batch_transfer_async_read(session, [target.data_ptr()], [address], [nbytes])
-        if batch <= 0:  # asking for the state of a batch that was never submitted crashes the process
-            raise TransferError(f"reading {nbytes} bytes from {session} was refused at once; the peer is gone")
+        batch = self._engine.batch_transfer_async_read(
+            session, [target.data_ptr()], [address], [nbytes]
+        )
+        if (
+            batch <= 0
+        ):  # asking for the state of a batch that was never submitted crashes the process
+            raise TransferError(
+                f"reading {nbytes} bytes from {session} was refused at once; the peer is gone"
+            )
         deadline, pause = time.monotonic() + timeout_s, 5e-5
-        while (state := self._engine.transfer_check_status(batch)) == 0 and time.monotonic() < deadline:
+        while (
+            state := self._engine.transfer_check_status(batch)
+        ) == 0 and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2e-3, pause * 1.5)
         if state != 1:
@@ -82,9 +100,15 @@ class MooncakeTransport(Transport):
     """Receivers pull buckets out of registered slots."""
 
     def __init__(
-        self, store: dist.Store, process: int, num_processes: int, name: str = "gyre/weights/mooncake",
-        timeout_s: float = 60.0, staging_bytes: int = 128 << 20, endpoint: Endpoint | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        store: dist.Store,
+        process: int,
+        num_processes: int,
+        name: str = "gyre/weights/mooncake",
+        timeout_s: float = 60.0,
+        staging_bytes: int = 128 << 20,
+        endpoint: Endpoint | None = None,
+    ) -> None:
         super().__init__(store, process, num_processes, name, timeout_s, staging_bytes)
         self.endpoint = endpoint or Endpoint()
         self._slots: torch.Tensor | None = None
@@ -114,7 +138,9 @@ class MooncakeTransport(Transport):
             self.account((_WINDOW + 1) * self.bucket_bytes)
         where = json.dumps([self.endpoint.session, self._slots.data_ptr()]).encode()
         answers = self.rendezvous.exchange(where)
-        self.rendezvous.agree(None if all(answers) else TransferError("a peer stayed silent"), "opening the swap")
+        self.rendezvous.agree(
+            None if all(answers) else TransferError("a peer stayed silent"), "opening the swap"
+        )
         self.peers = [json.loads(answer) for answer in answers if answer]
 
     def outbox(self, peer: int) -> Outbox:
@@ -140,11 +166,15 @@ class MooncakeTransport(Transport):
     def wait(self, key: str, what: str) -> bytes:
         """The value that a peer sets under `key`, which is then deleted."""
         deadline, pause = time.monotonic() + self.timeout_s, 1e-4
-        while not self.store.check([key]):  # a blocking wait would hold the store against the other thread
+        while not self.store.check(
+            [key]
+        ):  # a blocking wait would hold the store against the other thread
             if self.broken or self.store.check([f"cancel{self.swap}"]):
                 raise TransferError(f"process {self.process}: {what} was cancelled")
             if time.monotonic() > deadline:
-                raise TransferError(f"process {self.process}: {what} took longer than {self.timeout_s} s")
+                raise TransferError(
+                    f"process {self.process}: {what} took longer than {self.timeout_s} s"
+                )
             time.sleep(pause)
             pause = min(2e-3, pause * 1.5)
         value = self.store.get(key)
@@ -191,7 +221,9 @@ class _MooncakeInbox(Inbox):
 
     def release(self) -> None:
         transport = self._transport
-        transport.store.set(f"taken{transport.swap}.{self._peer}-{transport.process}.{self._count}", "1")
+        transport.store.set(
+            f"taken{transport.swap}.{self._peer}-{transport.process}.{self._count}", "1"
+        )
         self._count += 1
 
     def close(self) -> None:
@@ -201,8 +233,8 @@ class _MooncakeInbox(Inbox):
 class Exporter:
     """Offers this rank's training shard to joiners: they read it without this rank's help.
 
-    The buffers must not change between `publish` and the joiner's last read; the runtime freezes weights while
-    gradients accumulate.
+    The buffers must not change between `publish` and the joiner's last read; the runtime freezes
+    weights while gradients accumulate.
     """
 
     def __init__(self, endpoint: Endpoint, buffers: Sequence[torch.Tensor]) -> None:
@@ -211,15 +243,20 @@ class Exporter:
             endpoint.register(buffer)
 
     def describe(self, version: int) -> dict:
-        """What a joiner needs, as JSON values: session, version, and address and bytes of each buffer."""
+        """What a joiner needs, as JSON values: session, version, and address and bytes of each
+        buffer."""
         sizes = [[b.data_ptr(), b.numel() * b.element_size()] for b in self._buffers]
         return {"session": self._endpoint.session, "version": version, "buffers": sizes}
 
 
 def pull(
-    endpoint: Endpoint, source: Mapping, buffers: Sequence[torch.Tensor], version: int, chunk_bytes: int = 32 << 20,
+    endpoint: Endpoint,
+    source: Mapping,
+    buffers: Sequence[torch.Tensor],
+    version: int,
+    chunk_bytes: int = 32 << 20,
     timeout_s: float = 60.0,
-) -> int:  # fmt: skip
+) -> int:
     """Copy an exported shard into `buffers`, chunk by chunk through a landing buffer.
 
     Args:
@@ -230,13 +267,16 @@ def pull(
         Bytes read.
 
     Raises:
-        TransferError: the exporter has another version or layout, or died; `buffers` may be partly overwritten.
+        TransferError: the exporter has another version or layout, or died; `buffers` may be partly
+        overwritten.
     """
     sizes = [b.numel() * b.element_size() for b in buffers]
     if source["version"] != version or [n for _, n in source["buffers"]] != sizes:
         raise TransferError(
-            f"{source['session']} offers version {source['version']} in {len(source['buffers'])} buffers of "
-            f"{sum(n for _, n in source['buffers'])} bytes; version {version} of {sum(sizes)} bytes was expected"
+            f"{source['session']} offers version {source['version']} in {len(source['buffers'])} "
+            "buffers of "
+            f"{sum(n for _, n in source['buffers'])} bytes; version {version} of {sum(sizes)} "
+            "bytes was expected"
         )
     landing = torch.empty(min(chunk_bytes, max(sizes, default=1)), dtype=torch.uint8)
     endpoint.register(landing)

@@ -5,7 +5,9 @@ import pytest
 import roman
 
 
-@pytest.mark.parametrize(("number", "text"), [(1, "I"), (4, "IV"), (1994, "MCMXCIV"), (3999, "MMMCMXCIX")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(1, "I"), (4, "IV"), (1994, "MCMXCIV"), (3999, "MMMCMXCIX")]
+)
 def test_to_roman(number, text):
     assert roman.to_roman(number) == text
 

@@ -29,7 +29,14 @@ def test_text_of_a_pre_release():
 
 
 def test_order_of_pre_releases():
-    names = ["1.0.0-1", "1.0.0-alpha", "1.0.0-alpha.1", "1.0.0-alpha.2", "1.0.0-alpha.beta", "1.0.0"]
+    names = [
+        "1.0.0-1",
+        "1.0.0-alpha",
+        "1.0.0-alpha.1",
+        "1.0.0-alpha.2",
+        "1.0.0-alpha.beta",
+        "1.0.0",
+    ]
     assert sorted(map(semver.parse, reversed(names))) == [semver.parse(n) for n in names]
 
 

@@ -15,7 +15,11 @@ def _inline(text):
 
 
 def _blocks(text):
-    return [block.strip("\n").splitlines() for block in re.split(r"\n\s*\n", text.strip("\n")) if block.strip()]
+    return [
+        block.strip("\n").splitlines()
+        for block in re.split(r"\n\s*\n", text.strip("\n"))
+        if block.strip()
+    ]
 
 
 def _heading(lines):
@@ -31,7 +35,9 @@ def to_html(text):
             level, title = heading
             result.append(f"<h{level}>{_inline(title)}</h{level}>")
         elif all(line.startswith("- ") for line in lines):
-            result.append("<ul>" + "".join(f"<li>{_inline(line[2:])}</li>" for line in lines) + "</ul>")
+            result.append(
+                "<ul>" + "".join(f"<li>{_inline(line[2:])}</li>" for line in lines) + "</ul>"
+            )
         else:
             result.append(f"<p>{_inline(' '.join(line.strip() for line in lines))}</p>")
     return "\n".join(result)

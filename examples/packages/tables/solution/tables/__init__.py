@@ -6,7 +6,9 @@ def render(rows, headers=None, align=None):
         return ""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     align = align or "l" * len(widths)
-    lines = [" | ".join(_pad(c, w, a) for c, w, a in zip(row, widths, align)).rstrip() for row in cells]
+    lines = [
+        " | ".join(_pad(c, w, a) for c, w, a in zip(row, widths, align)).rstrip() for row in cells
+    ]
     if headers:
         lines.insert(1, "-+-".join("-" * width for width in widths))
     return "\n".join(lines)

@@ -1,0 +1,262 @@
+"""Life of one cell's SGLang server: start, wait, release and resume its memory, stop.
+
+Owned by the leader of a cell. The server is started once and never restarted by a role change. It
+lives in its own process group and dies with the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+
+from gyre_megatron.config.cluster import EngineConfig
+from gyre_megatron.errors import EngineError
+from gyre_megatron.processes import child_environment
+from gyre_megatron.weights.engine import LOADER
+
+LOG_TAIL_LINES = 25
+STOP_TIMEOUT_S = 15.0
+TORCHRUN_VARIABLES = (
+    "TORCHELASTIC_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
+"""Prefixes of what torchrun sets for its ranks; with them the engine would wait for the job's own
+store."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What a server serves and where.
+
+    Attributes:
+        checkpoint: directory of a Hugging Face checkpoint.
+        tp: tensor-parallel size.
+        device: "cuda" or "cpu".
+        host, port: address it binds; port 0 takes a free one.
+        log_file: its output.
+        weight_version: number that the checkpoint's weights go by.
+        base_gpu_id: first device of the cell on this node; ignored on a CPU.
+    """
+
+    checkpoint: Path
+    tp: int
+    device: str
+    host: str
+    port: int
+    log_file: Path
+    weight_version: int = 0
+    base_gpu_id: int = 0
+
+
+class SglangServer:
+    """A real `sglang.launch_server` process."""
+
+    def __init__(self, spec: ServerSpec, config: EngineConfig) -> None:
+        self.spec = spec
+        self.config = config
+        self.port = spec.port or _free_port(spec.host)
+        self.url = f"http://{spec.host}:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._session = requests.Session()
+
+    def start(self) -> None:
+        """Start the process; `wait_until_ready` tells when it serves.
+
+        Raises:
+            EngineError: the port is taken.
+        """
+        _refuse_taken_port(self.spec.host, self.port)
+        self.spec.log_file.parent.mkdir(parents=True, exist_ok=True)
+        environment = child_environment() | {"HF_HUB_OFFLINE": "1"}
+        if self.spec.device == "cpu":
+            environment["OMP_NUM_THREADS"] = str(self.config.num_threads)
+            if self.spec.tp > 1:
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+                    str(i) for i in range(self.spec.tp)
+                )
+        environment = {
+            name: value
+            for name, value in environment.items()
+            if not name.startswith(TORCHRUN_VARIABLES)
+        }
+        with self.spec.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def command(self) -> list[str]:
+        """The command line, in SGLang's own argument names."""
+        spec, config = self.spec, self.config
+        values: dict[str, object] = {
+            "--model-path": spec.checkpoint,
+            "--device": spec.device,
+            "--dtype": config.dtype,
+            "--host": spec.host,
+            "--port": self.port,
+            "--tp-size": spec.tp,
+            "--context-length": config.context_length,
+            "--max-running-requests": config.max_running_requests,
+            "--mem-fraction-static": config.mem_fraction_static,
+            "--weight-version": self.spec.weight_version,
+            "--log-level": "warning",
+            "--custom-weight-loader": LOADER,
+        }
+        if config.max_total_tokens is not None:
+            values["--max-total-tokens"] = config.max_total_tokens
+        if spec.device == "cuda":
+            flags = [
+                "--sleep-on-idle",
+                "--skip-server-warmup",
+                "--incremental-streaming-output",
+                "--enable-memory-saver",
+            ]
+            values["--base-gpu-id"] = spec.base_gpu_id
+        else:
+            flags = [
+                "--sleep-on-idle",
+                "--skip-server-warmup",
+                "--incremental-streaming-output",
+                "--disable-cuda-graph",
+            ]
+            values |= {
+                "--attention-backend": "torch_native",
+                "--sampling-backend": "pytorch",
+                "--grammar-backend": "none",
+            }
+        pairs = [str(word) for pair in values.items() for word in pair]
+        module = "gyre_megatron.cpu.sglang.launch"
+        return [sys.executable, "-m", module, *pairs, *flags, *config.extra_args]
+
+    def wait_until_ready(self) -> None:
+        """Block until the health check answers.
+
+        Raises:
+            EngineError: the process ended or the time limit passed; the message holds its last log
+            lines.
+        """
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while time.monotonic() < deadline:
+            self.check_alive()
+            try:
+                if self._session.get(f"{self.url}/health", timeout=2).ok:
+                    self._freeze_garbage_collector()
+                    return
+            except requests.RequestException:
+                pass  # not listening yet
+            time.sleep(0.1)
+        raise EngineError(
+            f"the SGLang server at {self.url} was not ready after "
+            f"engine.start_timeout_s={self.config.start_timeout_s}"
+            f" s; its last log lines:\n{self.log_tail()}"
+        )
+
+    def _freeze_garbage_collector(self) -> None:
+        """Exempt what start-up allocated from collection: each release or flush collects, over
+        millions of objects."""
+        self.post("/freeze_gc")
+
+    def check_alive(self) -> None:
+        """Raise EngineError with the last log lines if the process ended."""
+        if self._process is None:
+            raise EngineError("the SGLang server was not started")
+        code = self._process.poll()
+        if code is not None:
+            raise EngineError(
+                f"the SGLang server at {self.url} ended with exit code {code}; its last log lines "
+                f"({self.spec.log_file}):\n{self.log_tail()}"
+            )
+
+    def log_tail(self) -> str:
+        lines = self.spec.log_file.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def offload(self) -> None:
+        """Give the engine's device memory (KV cache, weights) to the trainer; nothing may be
+        running on it."""
+        self.post("/release_memory_occupation", {})
+
+    def onload(self) -> None:
+        """Take the memory back; the weights are installed next."""
+        self.post("/resume_memory_occupation", {})
+
+    def generate(self, body: dict) -> dict:
+        """One call of the engine's native `/generate`, without streaming."""
+        return self.post("/generate", body).json()
+
+    def post(
+        self, path: str, body: dict | None = None, timeout_s: float = 120.0
+    ) -> requests.Response:
+        """POST to the server.
+
+        Raises:
+            EngineError: it does not answer, or answers with an error; the message holds the answer.
+        """
+        try:
+            response = self._session.post(self.url + path, json=body, timeout=timeout_s)
+        except requests.RequestException as error:
+            self.check_alive()
+            raise EngineError(
+                f"the SGLang server at {self.url} did not answer {path}: {error}"
+            ) from error
+        if not response.ok:
+            raise EngineError(
+                f"the SGLang server refused {path}: HTTP {response.status_code} "
+                f"{response.text[:500]}"
+            )
+        return response
+
+    def stop(self) -> None:
+        """End the server and everything it started; safe to call twice."""
+        if self._process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            _signal_group(self._process.pid, number)
+            try:
+                self._process.wait(STOP_TIMEOUT_S if number == signal.SIGTERM else None)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        _signal_group(self._process.pid, signal.SIGKILL)  # workers that outlived their parent
+        self._process = None
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _refuse_taken_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise EngineError(
+                f"port {port} on {host} is in use ({error}); stop what listens there or set another"
+            ) from None

@@ -1,0 +1,1 @@
+"""Harness programs: tasks, workspaces, runner, evaluators."""

@@ -1,0 +1,1 @@
+"""What users of other systems call."""

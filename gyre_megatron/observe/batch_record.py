@@ -1,0 +1,30 @@
+"""What was admitted to one optimizer step, for the records of the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class BatchRecord:
+    """Accounts of one step's batch, filled while the step is in progress.
+
+    Attributes:
+        group_ids: admitted groups, in order.
+        rewards: of the scored executions.
+        staleness: per group, versions between the dispatch and the training of it.
+        tokens: token counts by fate (captured, trained, shared, context, dropped ...), summed over
+            groups.
+        micro_step_metrics: metrics of the micro-steps trained so far, summed.
+        num_bins: bins that were packed.
+        statuses: executions by the way they ended.
+    """
+
+    group_ids: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    tokens: Counter[str] = field(default_factory=Counter)
+    micro_step_metrics: Counter[str] = field(default_factory=Counter)
+    num_bins: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)

@@ -1,0 +1,1 @@
+"""Virtual time: the scheduler in a modelled world."""
