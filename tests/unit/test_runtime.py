@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from gyre_megatron.errors import CellError, CheckpointError, RunDirectoryError
+from gyre_megatron.observe import report
 from gyre_megatron.observe.journal import Journal
-from gyre_megatron.runtime import protocol, report
-from gyre_megatron.runtime.batch import Batch
+from gyre_megatron.runtime import protocol
 from gyre_megatron.runtime.cell_board import CellBoard
 from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.runtime.run_directory import RunDirectory
@@ -189,7 +189,7 @@ def journal_at(path: Path, resumed_step: int = 0) -> Journal:
 
 def write_steps(journal: Journal, steps: range) -> None:
     for step in steps:
-        batch = Batch(group_ids=[f"g{step}"], rewards=[step / 10, step / 10], num_bins=1)
+        batch = BatchRecord(group_ids=[f"g{step}"], rewards=[step / 10, step / 10], num_bins=1)
         journal.step(step, batch, {"grad_norm": 1.0}, {0: 2, 1: 1}, STATUS)
 
 
