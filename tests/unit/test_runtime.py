@@ -12,6 +12,7 @@ import pytest
 
 from gyre_megatron.errors import CellError, CheckpointError, RunDirectoryError
 from gyre_megatron.observe import report
+from gyre_megatron.observe.batch_record import BatchRecord
 from gyre_megatron.observe.journal import Journal
 from gyre_megatron.runtime import protocol
 from gyre_megatron.runtime.cell_board import CellBoard
