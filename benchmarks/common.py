@@ -1,0 +1,154 @@
+"""What every benchmark shares: the record of where it ran, interleaved repeats, median and range.
+
+Invariants: the two sides of a comparison run in turns in the same processes, so that a busy moment
+of the machine weighs on both; a ratio is formed per round and then summarised; nothing is reported
+without its number of runs.
+
+A result file holds `environment`, `config` and the benchmark's own keys, in which every measured
+figure is a dictionary made by `spread`: `figures.py` reads those.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "megatron-core", "sglang", "numpy")
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median and range of the runs of one figure.
+
+    Raises:
+        ValueError: there is no run.
+    """
+    runs = [float(value) for value in values]
+    if not runs:
+        raise ValueError("a figure needs at least one run, got none")
+    return {
+        "median": statistics.median(runs),
+        "min": min(runs),
+        "max": max(runs),
+        "num_runs": len(runs),
+    }
+
+
+def ratio(numerators: Iterable[float], denominators: Iterable[float]) -> dict[str, float]:
+    """Median and range of the quotient of two sides, formed round by round."""
+    return spread(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def seconds_of(action: Callable[[], Any]) -> float:
+    """Wall-clock seconds of one call."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def interleaved(
+    actions: Mapping[str, Callable[[], float]], num_runs: int, *, num_warmups: int = 1
+) -> dict[str, list[float]]:
+    """Run each action once a round; the order is reversed every other round.
+
+    Args:
+        actions: each returns the figure of one run (often `lambda: seconds_of(...)`).
+        num_warmups: rounds whose figures are dropped (first touch of memory, compilation).
+
+    Returns:
+        Per action the figures of `num_runs` rounds, index by index from the same round.
+    """
+    figures: dict[str, list[float]] = {name: [] for name in actions}
+    for round_index in range(num_warmups + num_runs):
+        # Reversed every other round, so that neither side always runs on what the other left behind.
+        names = list(actions) if round_index % 2 == 0 else list(actions)[::-1]
+        for name in names:
+            figure = actions[name]()
+            if round_index >= num_warmups:
+                figures[name].append(figure)
+    return figures
+
+
+def environment() -> dict[str, Any]:
+    """Commit, machine, load and versions, so that a figure can be judged later.
+
+    Call it before the measurement: `load_before` is what others kept busy, in cores.
+    """
+    num_cores = os.cpu_count() or 1
+    return {
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": _cpu_model(),
+        "num_cores": num_cores,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_before": round(psutil.cpu_percent(interval=1.0) / 100 * num_cores, 2),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "command": " ".join(["python", *_arguments()]),
+    }
+
+
+def write_results(
+    path: Path,
+    environment: Mapping[str, Any],
+    config: Mapping[str, Any],
+    figures: Mapping[str, Any],
+) -> None:
+    """Write one result file (JSON); paths in `config` are left out."""
+    plain = {key: value for key, value in config.items() if not isinstance(value, Path)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"environment": dict(environment), "config": plain, **figures}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _commit() -> str:
+    """Hash of the tree as measured; `+changes` when files differ from it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"
+    )
+    return (git("rev-parse", "HEAD") or "unknown") + ("+changes" if changed else "")
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _arguments() -> list[str]:
+    """The command line, without where results went and where the checkout lies."""
+    arguments = list(sys.argv)
+    script = Path(arguments[0]).resolve()
+    if script.is_relative_to(ROOT):
+        arguments[0] = str(script.relative_to(ROOT))
+    if "--json" in arguments:
+        at = arguments.index("--json")
+        del arguments[at : at + 2]
+    return arguments
