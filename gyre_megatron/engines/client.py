@@ -1,88 +1,47 @@
-"""One engine, spoken to through SGLang's native /generate: ids in, ids with log-probabilities out.
+"""The only HTTP client of an SGLang server: `EngineClient` for the event loop, `EngineHttp` for
+callers that block.
 
-Used by the router only. Every failure of the engine or the connection comes out as EngineError;
-what had arrived before it stays with the caller.
+The router streams calls through the first; a cell's leader and its weight installer post SGLang's
+other verbs through the second. Invariant: every failure of the engine or the connection comes out
+as EngineError; what had arrived before it stays with the caller.
 """
 
 from __future__ import annotations
 
-import base64
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
-from typing import Any
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import aiohttp
-import numpy as np
 import orjson
 
 from gyre_megatron.config.rollout import RouterConfig
+from gyre_megatron.engines.generate import GenerateRequest, StreamReader, TokenChunk, refusal
 from gyre_megatron.errors import EngineError
 
+_ABORT_TIMEOUT_S = 5.0
+_HEALTH_TIMEOUT_S = 2.0
+_JSON_HEADERS = {"content-type": "application/json"}
+_LOST = (aiohttp.ClientError, TimeoutError, OSError)
 
-class EngineRefused(EngineError):
-    """The engine will not serve this request, here or on another try."""
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """What the policy is asked for.
-
-    Attributes:
-        input_ids: int32 [n].
-        sampling: SGLang's sampling_params without max_new_tokens.
-        max_new_tokens: Tokens still wanted.
-        affinity: Calls with the same value share prefixes and prefer the same engine.
-        routed_start: First position whose experts are wanted; None wants none.
-    """
-
-    input_ids: np.ndarray
-    sampling: dict[str, Any]
-    max_new_tokens: int
-    affinity: str = ""
-    routed_start: int | None = None
-
-
-@dataclass(frozen=True)
-class TokenChunk:
-    """Tokens that arrived together.
-
-    Attributes:
-        token_ids: n ids.
-        logprobs: n log-probabilities of the behaviour policy.
-        versions: n weight versions.
-        finish: stop, length or abort on the last chunk, else None.
-        matched: What stopped it: a token id or a stop string.
-        prompt_length: Tokens this engine was fed.
-        routed_experts: On an engine's last chunk, int32 [positions, layers, k] as bytes, from
-            `routed_start` on.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish: str | None = None
-    matched: Any = None
-    cached_tokens: int = 0
-    prompt_length: int = 0
-    routed_experts: bytes | None = None
-
-
-@dataclass
-class _Progress:
-    """Tokens of this stream so far; engines send totals or increments, both are cut to what is
-    new."""
-
-    count: int = 0
-    versions: list[int] = field(default_factory=list)
+Result = TypeVar("Result")
 
 
 class EngineClient:
-    """HTTP client of one SGLang server."""
+    """One SGLang server, spoken to from an event loop.
+
+    Args:
+        url: The server's base URL.
+        session: Connections, shared by the clients of a loop.
+        config: Time limits of streams.
+    """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, config: RouterConfig) -> None:
         self.url = url.rstrip("/")
         self._session = session
-        self._timeout = aiohttp.ClientTimeout(
+        self._stream_timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=config.connect_timeout_s, sock_read=config.stall_timeout_s
         )
 
@@ -95,27 +54,27 @@ class EngineClient:
             EngineRefused: the engine says the request itself is wrong.
             EngineError: the engine or the connection failed.
         """
-        progress = _Progress()
+        reader = StreamReader(self.url, len(request.input_ids))
         try:
             async with self._session.post(
                 f"{self.url}/generate",
-                data=_body(request, request_id),
-                headers={"content-type": "application/json"},
-                timeout=self._timeout,
+                data=request.to_json(request_id),
+                headers=_JSON_HEADERS,
+                timeout=self._stream_timeout,
             ) as response:
                 if response.status != 200:
-                    raise _refusal(self.url, response.status, await response.text())
-                async for message in _messages(response):
-                    chunk = _chunk(self.url, message, progress, len(request.input_ids))
-                    yield chunk
-                    if chunk.finish is not None:
-                        return
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    raise refusal(self.url, response.status, await response.text())
+                async for data in response.content.iter_any():
+                    for chunk in reader.feed(data):
+                        yield chunk
+                        if chunk.finish is not None:
+                            return
+        except _LOST as error:
             raise EngineError(
                 f"engine {self.url} failed: {type(error).__name__}: {error}"
             ) from error
         raise EngineError(
-            f"engine {self.url} ended a stream without a finish reason after {progress.count} "
+            f"engine {self.url} ended a stream without a finish reason after {reader.num_tokens} "
             "tokens"
         )
 
@@ -125,95 +84,110 @@ class EngineClient:
         Raises:
             EngineError: the engine does not answer.
         """
+        await self.post("/abort_request", {"rid": request_id}, _ABORT_TIMEOUT_S)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+        """POST a JSON body.
+
+        Returns:
+            The answer: decoded where it is JSON, else its bytes.
+
+        Raises:
+            EngineError: the engine does not answer in time, or answers with an error.
+        """
+        data = None if body is None else orjson.dumps(body)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            timeout = aiohttp.ClientTimeout(total=5.0)
             async with self._session.post(
-                f"{self.url}/abort_request", json={"rid": request_id}, timeout=timeout
+                self.url + path, data=data, headers=_JSON_HEADERS, timeout=timeout
             ) as response:
-                await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"engine {self.url} could not abort {request_id}: {error}") from error
+                answer = await response.read()
+        except _LOST as error:
+            raise EngineError(
+                f"engine {self.url} did not answer {path} within {timeout_s:g} s: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if response.status >= 400:
+            text = answer.decode(errors="replace")
+            raise refusal(self.url, response.status, f"{path}: {text}")
+        return orjson.loads(answer) if response.content_type == "application/json" else answer
+
+    async def is_healthy(self) -> bool:
+        """Whether the server's health check answers well; False while nothing listens yet."""
+        timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=timeout) as response:
+                return response.status == 200
+        except _LOST:
+            return False
 
 
-def _body(request: GenerateRequest, request_id: str) -> bytes:
-    head = {
-        "rid": request_id,
-        "stream": True,
-        "return_logprob": True,
-        "sampling_params": {**request.sampling, "max_new_tokens": request.max_new_tokens},
-    }
-    if request.routed_start is not None:
-        head |= {"return_routed_experts": True, "routed_experts_start_len": request.routed_start}
-    ids = orjson.dumps(np.ascontiguousarray(request.input_ids), option=orjson.OPT_SERIALIZE_NUMPY)
-    return orjson.dumps(head)[:-1] + b',"input_ids":' + ids + b"}"
+class EngineHttp:
+    """One SGLang server, for threads that wait for the answer.
+
+    A thin face of `EngineClient` on a loop in a thread of its own: connections stay open from call
+    to call, and several threads may wait at once (a long /generate does not hold up a pause). The
+    thread starts with the first call, so that a fork before it does no harm.
+
+    Args:
+        url: The server's base URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: EngineClient | None = None
+        self._close: weakref.finalize | None = None
+
+    def post(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 120.0
+    ) -> Any:
+        """POST a JSON body and wait.
+
+        Args:
+            path: SGLang's verb, for example /pause_generation.
+            body: Its JSON object.
+            timeout_s: Longest time until the whole answer is there.
+
+        Returns:
+            The answer: decoded where it is JSON, else its bytes.
+
+        Raises:
+            EngineError: the engine does not answer in time, or answers with an error.
+        """
+        return self._wait(self._open().post(path, body, timeout_s))
+
+    def is_healthy(self) -> bool:
+        """Whether the server's health check answers well; False while nothing listens yet."""
+        return self._wait(self._open().is_healthy())
+
+    def close(self) -> None:
+        """Close the connections and end the thread; safe to call twice."""
+        if self._close is not None:
+            self._close()
+        self._client = None
+
+    def _open(self) -> EngineClient:
+        with self._starting:
+            if self._client is None:
+                loop = asyncio.new_event_loop()
+                threading.Thread(target=loop.run_forever, name="engine-http", daemon=True).start()
+                self._loop = loop
+                self._client, session = self._wait(self._connect())
+                # Also at interpreter exit: aiohttp complains about sessions that nobody closed.
+                self._close = weakref.finalize(self, _close, loop, session)
+            return self._client
+
+    async def _connect(self) -> tuple[EngineClient, aiohttp.ClientSession]:
+        session = aiohttp.ClientSession()  # binds to the loop it is made in
+        return EngineClient(self.url, session, RouterConfig()), session
+
+    def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+        assert self._loop is not None  # _open has made it
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-async def _messages(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, Any], None]:
-    buffer = b""
-    async for data in response.content.iter_any():
-        buffer += data
-        while (end := buffer.find(b"\n\n")) >= 0:
-            line, buffer = buffer[:end].strip(), buffer[end + 2 :]
-            if line.startswith(b"data:") and line != b"data: [DONE]":
-                yield orjson.loads(line[5:])
-
-
-def _chunk(
-    url: str, message: dict[str, Any], progress: _Progress, prompt_length: int
-) -> TokenChunk:
-    if "error" in message:
-        error = (
-            message["error"]
-            if isinstance(message["error"], dict)
-            else {"message": str(message["error"])}
-        )
-        raise _refusal(url, int(error.get("code") or 500), str(error.get("message")))
-    meta = message["meta_info"]
-    total = meta["completion_tokens"]
-    new = total - progress.count
-    ids = message.get("output_ids", [])[-new:] if new > 0 else []
-    entries = (meta.get("output_token_logprobs") or [])[-new:] if new > 0 else []
-    if len(ids) != max(new, 0) or len(entries) != len(ids):
-        raise EngineError(
-            f"engine {url}: {new} new tokens, but {len(ids)} ids and {len(entries)} "
-            "log-probabilities"
-        )
-    if [entry[1] for entry in entries] != ids:
-        raise EngineError(f"engine {url}: log-probabilities belong to other tokens than the ids")
-    progress.count = total
-    finish = meta.get("finish_reason")
-    return TokenChunk(
-        token_ids=ids,
-        logprobs=[entry[0] for entry in entries],
-        versions=_versions(meta, total)[total - len(ids) : total],
-        finish=finish.get("type") if finish else None,
-        matched=finish.get("matched") if finish else None,
-        cached_tokens=meta.get("cached_tokens") or 0,
-        prompt_length=prompt_length,
-        routed_experts=base64.b64decode(meta["routed_experts"])
-        if meta.get("routed_experts")
-        else None,
-    )
-
-
-def _versions(meta: dict[str, Any], total: int) -> list[int]:
-    latest = _version(meta.get("weight_version"))
-    versions = [latest] * total
-    for span in meta.get("weight_versions") or ():
-        for index in range(span["start"], min(span["end"], total)):
-            versions[index] = _version(span["version"])
-    return versions
-
-
-def _version(name: Any) -> int:
-    """Versions are numbers written as text; a server that was never updated calls its own
-    `default`: 0."""
-    try:
-        return int(name)
-    except (TypeError, ValueError):
-        return 0
-
-
-def _refusal(url: str, status: int, text: str) -> EngineError:
-    kind = EngineRefused if 400 <= status < 500 and status not in (408, 429, 499) else EngineError
-    return kind(f"engine {url} answered {status}: {text[:500]}")
+def _close(loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession) -> None:
+    asyncio.run_coroutine_threadsafe(session.close(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)

@@ -18,7 +18,8 @@ import aiohttp
 import numpy as np
 
 from gyre_megatron.config.rollout import RouterConfig
-from gyre_megatron.engines.client import EngineClient, EngineRefused, GenerateRequest, TokenChunk
+from gyre_megatron.engines.client import EngineClient
+from gyre_megatron.engines.generate import EngineRefused, GenerateRequest, TokenChunk
 from gyre_megatron.errors import EngineError
 
 _MAX_AFFINITIES = 100_000

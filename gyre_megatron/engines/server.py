@@ -15,10 +15,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-import requests
+from typing import Any
 
 from gyre_megatron.config.cluster import EngineConfig
+from gyre_megatron.engines.client import EngineHttp
 from gyre_megatron.errors import EngineError
 from gyre_megatron.processes import child_environment
 from gyre_megatron.weights.engine import LOADER
@@ -72,7 +72,7 @@ class SglangServer:
         self.port = spec.port or _free_port(spec.host)
         self.url = f"http://{spec.host}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._session = requests.Session()
+        self.http = EngineHttp(self.url)
 
     def start(self) -> None:
         """Start the process; `wait_until_ready` tells when it serves.
@@ -157,12 +157,9 @@ class SglangServer:
         deadline = time.monotonic() + self.config.start_timeout_s
         while time.monotonic() < deadline:
             self.check_alive()
-            try:
-                if self._session.get(f"{self.url}/health", timeout=2).ok:
-                    self._freeze_garbage_collector()
-                    return
-            except requests.RequestException:
-                pass  # not listening yet
+            if self.http.is_healthy():
+                self._freeze_garbage_collector()
+                return
             time.sleep(0.1)
         raise EngineError(
             f"the SGLang server at {self.url} was not ready after "
@@ -199,31 +196,22 @@ class SglangServer:
         """Take the memory back; the weights are installed next."""
         self.post("/resume_memory_occupation", {})
 
-    def generate(self, body: dict) -> dict:
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """One call of the engine's native `/generate`, without streaming."""
-        return self.post("/generate", body).json()
+        return self.post("/generate", body)
 
-    def post(
-        self, path: str, body: dict | None = None, timeout_s: float = 120.0
-    ) -> requests.Response:
-        """POST to the server.
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = 120.0) -> Any:
+        """POST to the server; see EngineHttp.post.
 
         Raises:
-            EngineError: it does not answer, or answers with an error; the message holds the answer.
+            EngineError: it does not answer, or answers with an error; where its process has ended,
+            the message holds its last log lines.
         """
         try:
-            response = self._session.post(self.url + path, json=body, timeout=timeout_s)
-        except requests.RequestException as error:
+            return self.http.post(path, body, timeout_s)
+        except EngineError:
             self.check_alive()
-            raise EngineError(
-                f"the SGLang server at {self.url} did not answer {path}: {error}"
-            ) from error
-        if not response.ok:
-            raise EngineError(
-                f"the SGLang server refused {path}: HTTP {response.status_code} "
-                f"{response.text[:500]}"
-            )
-        return response
+            raise
 
     def stop(self) -> None:
         """End the server and everything it started; safe to call twice."""
@@ -238,6 +226,7 @@ class SglangServer:
                 continue
         _signal_group(self._process.pid, signal.SIGKILL)  # workers that outlived their parent
         self._process = None
+        self.http.close()
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

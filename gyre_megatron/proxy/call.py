@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gyre_megatron.config.rollout import RolloutConfig
-from gyre_megatron.engines.client import EngineRefused, GenerateRequest, TokenChunk
+from gyre_megatron.engines.generate import EngineRefused, GenerateRequest, TokenChunk
 from gyre_megatron.engines.router import Router
 from gyre_megatron.errors import EngineError, GyreError
 from gyre_megatron.proxy.dialects.base import Answer, Dialect, StreamWriter

@@ -92,7 +92,7 @@ class Cell:
         return max(float((torch.tensor(a) - torch.tensor(b)).abs().max()) for a, b in pairs)
 
     def checksums(self) -> list[dict[str, str]]:
-        answer = self.server.post("/weights_checker", {"action": "checksum"}).json()
+        answer = self.server.post("/weights_checker", {"action": "checksum"})
         return [rank["checksums"] for rank in answer["ranks"]]
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ import pytest
 from aiohttp import web
 
 from gyre_megatron.config.rollout import RouterConfig
-from gyre_megatron.engines.client import EngineClient, EngineRefused, GenerateRequest, TokenChunk
+from gyre_megatron.engines.client import EngineClient
+from gyre_megatron.engines.generate import EngineRefused, GenerateRequest, TokenChunk
 from gyre_megatron.errors import EngineError
 from tests.support.proxies import running_proxy
 from tests.support.replay import assert_replays
@@ -89,6 +90,16 @@ def test_versions_change_within_a_stream() -> None:
     assert [v for chunk in chunks for v in chunk.versions] == [4, 4, 5, 5]
 
 
+def test_versions_cost_what_is_new() -> None:
+    spans = [{"version": "4", "start": 0, "end": 3}, {"version": "6", "start": 3, "end": 9}]
+    chunks = stream(
+        message([5], 1, weight_version=4),
+        message([6], 2, weight_version="9"),
+        message([7, 8, 2], 5, STOP, weight_version="9", weight_versions=spans),
+    )
+    assert [chunk.versions for chunk in chunks] == [[4], [9], [4, 6, 6]]
+
+
 def test_a_server_that_was_never_updated_serves_version_zero() -> None:
     assert stream(message([2], 1, STOP, weight_version="default"))[0].versions == [0]
 
@@ -104,6 +115,11 @@ def test_a_server_that_was_never_updated_serves_version_zero() -> None:
             "belong to other tokens",
         ),
         ([{"error": {"message": "died", "code": 500}}], "died"),
+        ([{"error": "died early"}], "500: died early"),
+        ([{"text": "", "output_ids": [5]}], "without meta_info"),
+        ([message([5], "1")], r"Expected `int`, got `str` - at `\$.meta_info.completion_tokens`"),
+        ([message([5], 1, STOP, output_token_logprobs=[[None, 5, None]])], "got `null`"),
+        ([b"data: {broken\n\n"], "sent a message that SGLang's /generate does not"),
     ],
 )
 def test_what_does_not_add_up_is_an_error(messages: list, reason: str) -> None:
