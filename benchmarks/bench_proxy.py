@@ -83,7 +83,7 @@ def serve_proxy(port: int, engine: str, folder: Path) -> None:
 
     async def main() -> None:
         config = RolloutConfig()
-        store = TrajectoryStore(folder / "store.sqlite")
+        store = TrajectoryStore(folder / "store.db")
         router = Router(config.router)
         router.add_engine(0, engine, 256)
         renderer = Renderer.from_checkpoint(folder / "checkpoint", config.proxy)
@@ -226,11 +226,11 @@ async def _token(session: aiohttp.ClientSession, cluster: Cluster, group: str) -
 
 def stored_bytes_per_token(folder: Path) -> float:
     """Size of the store over the tokens in its nodes."""
-    store = TrajectoryStore(folder / "store.sqlite")
+    store = TrajectoryStore(folder / "store.db")
     tokens = sum(len(n.token_ids) for e in store.executions() for n in store.nodes(e.execution_id))
     store.checkpoint()
     store.close()
-    return (folder / "store.sqlite").stat().st_size / tokens
+    return (folder / "store.db").stat().st_size / tokens
 
 
 def _wait(url: str) -> None:

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         ("stats", _stats, "counts over the whole store"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("store", type=Path, help="store.sqlite of a run")
+        command.add_argument("store", type=Path, help="store.db of a run directory")
         command.set_defaults(run=run)
         if name == "show":
             command.add_argument("execution")
@@ -166,7 +166,7 @@ def _stats(store: TrajectoryStore, options: argparse.Namespace, console: Console
     table.add_row("mean reward", f"{np.mean(rewards):.4f}" if rewards else "none")
     for name, value in zip(("calls", "nodes", "tokens", "sampled tokens"), totals, strict=True):
         table.add_row(name, f"{value:,}")
-    for role, count in store.roles().items():
+    for role, count in store.calls_by_role().items():
         table.add_row(f"calls as {role}", f"{count:,}")
     files = (options.store, options.store.with_name(options.store.name + "-wal"))
     size = sum(file.stat().st_size for file in files if file.exists())

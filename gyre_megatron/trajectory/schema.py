@@ -16,29 +16,39 @@ SCHEMA_VERSION = 1
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS groups(
-  group_id TEXT PRIMARY KEY, query TEXT NOT NULL, num_executions INTEGER NOT NULL, weight_version INTEGER NOT NULL,
-  trained_step INTEGER);
+  group_id TEXT PRIMARY KEY, query TEXT NOT NULL, num_executions INTEGER NOT NULL,
+  weight_version INTEGER NOT NULL, trained_step INTEGER);
 CREATE TABLE IF NOT EXISTS executions(
-  execution INTEGER PRIMARY KEY, execution_id TEXT UNIQUE NOT NULL, group_id TEXT NOT NULL REFERENCES groups,
-  position INTEGER NOT NULL, state TEXT NOT NULL, attempt INTEGER NOT NULL, token_digest BLOB, outcome TEXT,
-  reward REAL, detail TEXT, started_at REAL, finished_at REAL);
+  execution INTEGER PRIMARY KEY, execution_id TEXT UNIQUE NOT NULL,
+  group_id TEXT NOT NULL REFERENCES groups, position INTEGER NOT NULL, state TEXT NOT NULL,
+  attempt INTEGER NOT NULL, token_digest BLOB, outcome TEXT, reward REAL, detail TEXT,
+  started_at REAL, finished_at REAL);
 CREATE INDEX IF NOT EXISTS executions_by_group ON executions(group_id);
 CREATE INDEX IF NOT EXISTS executions_by_state ON executions(state);
 CREATE TABLE IF NOT EXISTS nodes(
-  node_id INTEGER PRIMARY KEY, execution INTEGER NOT NULL, attempt INTEGER NOT NULL, parent INTEGER NOT NULL,
-  key BLOB NOT NULL, num_context INTEGER NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB, versions BLOB,
-  temperature REAL, routed_experts BLOB, call_id TEXT);
+  node_id INTEGER PRIMARY KEY, execution INTEGER NOT NULL, attempt INTEGER NOT NULL,
+  parent INTEGER NOT NULL, key BLOB NOT NULL, num_context INTEGER NOT NULL,
+  token_ids BLOB NOT NULL, logprobs BLOB, versions BLOB, temperature REAL, routed_experts BLOB,
+  call_id TEXT);
 CREATE INDEX IF NOT EXISTS nodes_by_execution ON nodes(execution, attempt);
 CREATE TABLE IF NOT EXISTS calls(
-  call INTEGER PRIMARY KEY, call_id TEXT UNIQUE NOT NULL, execution INTEGER NOT NULL, attempt INTEGER NOT NULL,
-  node_id INTEGER NOT NULL, dialect TEXT NOT NULL, role TEXT NOT NULL, state TEXT NOT NULL, finish_reason TEXT NOT NULL,
-  num_prompt_tokens INTEGER NOT NULL, num_reused_tokens INTEGER NOT NULL, num_output_tokens INTEGER NOT NULL,
+  call INTEGER PRIMARY KEY, call_id TEXT UNIQUE NOT NULL, execution INTEGER NOT NULL,
+  attempt INTEGER NOT NULL, node_id INTEGER NOT NULL, dialect TEXT NOT NULL, role TEXT NOT NULL,
+  state TEXT NOT NULL, finish_reason TEXT NOT NULL, num_prompt_tokens INTEGER NOT NULL,
+  num_reused_tokens INTEGER NOT NULL, num_output_tokens INTEGER NOT NULL,
   started_at REAL NOT NULL, finished_at REAL NOT NULL, meta TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS calls_by_execution ON calls(execution, attempt);
 """
 
-EXECUTION_COLUMNS = "execution_id, group_id, position, state, attempt, outcome, reward, detail, started_at, finished_at"
-NODE_COLUMNS = "node_id, parent, key, num_context, token_ids, logprobs, versions, temperature, routed_experts, call_id"
+GROUP_COLUMNS = "group_id, query, num_executions, weight_version, trained_step"
+EXECUTION_COLUMNS = (
+    "execution_id, group_id, position, state, attempt, outcome, reward, detail, started_at, "
+    "finished_at"
+)
+NODE_COLUMNS = (
+    "node_id, parent, key, num_context, token_ids, logprobs, versions, temperature, "
+    "routed_experts, call_id"
+)
 CALL_COLUMNS = (
     "call_id, node_id, dialect, role, state, finish_reason, num_prompt_tokens, num_reused_tokens, "
     "num_output_tokens, started_at, finished_at, meta"
@@ -54,9 +64,7 @@ def connect(path: str | Path, read_only: bool = False) -> sqlite3.Connection:
     """
     try:
         if read_only and not Path(path).is_file():
-            raise StoreError(
-                f"no trajectory store at {path}; pass the store.sqlite of a run directory"
-            )
+            raise StoreError(f"no trajectory store at {path}; pass the store.db of a run directory")
         uri = f"{Path(path).resolve().as_uri()}{'?mode=ro' if read_only else ''}"
         connection = sqlite3.connect(
             uri, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0
@@ -87,7 +95,7 @@ def _check_version(connection: sqlite3.Connection, path: str | Path) -> None:
 
 
 def group_from_row(row: tuple[Any, ...]) -> GroupRecord:
-    """Columns: group_id, query, num_executions, weight_version, trained_step."""
+    """Columns: GROUP_COLUMNS."""
     return GroupRecord(row[0], json.loads(row[1]), *row[2:])
 
 

@@ -8,61 +8,62 @@ it.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import secrets
 import sqlite3
-import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from gyre_megatron.errors import StoreError
 from gyre_megatron.trajectory import schema
-from gyre_megatron.trajectory.records import (
-    Call,
-    ExecutionRecord,
-    ExecutionState,
-    GroupRecord,
-    Node,
-    Outcome,
-)
-from gyre_megatron.trajectory.writer import GroupCommitWriter, Write
-
-_GROUP_COLUMNS = "group_id, query, num_executions, weight_version, trained_step"
+from gyre_megatron.trajectory.harness_tokens import Attempt, HarnessTokens, digest, new_token
+from gyre_megatron.trajectory.ledger import Counters, Ledger
+from gyre_megatron.trajectory.reader import StoreReader
+from gyre_megatron.trajectory.records import Call, CallState, Node, Outcome
+from gyre_megatron.trajectory.writer import GroupCommitWriter, OnCommit, Write
 
 
-class TrajectoryStore:
-    """Groups, executions, calls and nodes of one run.
+class TrajectoryStore(StoreReader):
+    """Groups, executions, calls and nodes of one run; use it in a `with` block or close it.
 
     Args:
         path: The SQLite file; made if missing.
-        read_only: Open for reading only (CLI, export); no writer thread is started.
+        read_only: Open for reading only (CLI, export), also while a run writes; no writer thread
+            is started.
 
     Raises:
         StoreError: the file cannot be opened or belongs to another schema version.
     """
 
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
-        self.path = Path(path)
-        self._reader = schema.connect(path, read_only)
-        self._read_lock = threading.Lock()
+        super().__init__(path, read_only)
         self._writer = None if read_only else GroupCommitWriter(schema.connect(path), str(path))
         self._next_node = itertools.count(1 + (self._one("SELECT max(node_id) FROM nodes")[0] or 0))
-        self._tokens: dict[bytes, tuple[str, int]] = {
-            digest: (execution_id, attempt)
-            for digest, execution_id, attempt in self._all(
-                "SELECT token_digest, execution_id, attempt FROM executions WHERE state='running'"
+        self._tokens = HarnessTokens(
+            self._all(
+                "SELECT token_digest, execution_id, attempt FROM executions"
+                " WHERE state='running' AND token_digest IS NOT NULL"
             )
-            if digest
-        }
-        self._rowids: dict[str, int] = {}
+        )
+        self._own_ledger = Ledger.load(self._reader)
+
+    def __enter__(self) -> TrajectoryStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
-        """Commit everything that is queued and close the file."""
+        """Commit everything that is queued, move the write-ahead log into the file, close it."""
         if self._writer is not None:
             self._writer.close()
         self._reader.close()
@@ -71,79 +72,76 @@ class TrajectoryStore:
         """Move everything from the write-ahead log into the file itself."""
         self._all("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    # groups and executions
-    # -----------------------------------------------------------------------------------------
+    # progress: answered from memory ------------------------------
 
-    def add_group(
-        self, group_id: str, query: dict[str, Any], num_executions: int, weight_version: int
-    ) -> list[str]:
-        """Dispatch `num_executions` executions of `query`; returns their ids. A group that exists
-        is left alone."""
-        ids = [f"{group_id}.{position:02d}" for position in range(num_executions)]
+    def counters(self) -> Counters:
+        """Executions ever (dispatched, started, finished)."""
+        return self._ledger.counters
 
-        def write(connection: sqlite3.Connection) -> None:
-            added = connection.execute(
-                f"INSERT OR IGNORE INTO groups({_GROUP_COLUMNS}) VALUES(?,?,?,?,NULL)",
-                (group_id, json.dumps(query), num_executions, weight_version),
-            ).rowcount
-            if added:
-                connection.executemany(
-                    "INSERT INTO executions(execution_id, group_id, position, state, attempt) "
-                    "VALUES(?,?,?,'queued',0)",
-                    [
-                        (execution_id, group_id, position)
-                        for position, execution_id in enumerate(ids)
-                    ],
-                )
+    @property
+    def num_groups(self) -> int:
+        """Groups ever dispatched."""
+        return self._ledger.num_groups
 
-        self._write(write).result()
-        return ids
+    @property
+    def num_queued(self) -> int:
+        """Executions that wait to be started."""
+        return self._ledger.num_queued
 
-    def group(self, group_id: str) -> GroupRecord:
-        """One group.
+    def queued(self, limit: int | None = None) -> list[str]:
+        """Ids of the first `limit` (None: all) executions that wait, in dispatch order."""
+        return self._ledger.queued(limit)
+
+    def finished_groups(self) -> list[str]:
+        """Groups that have finished and that no step has trained, earliest finish first."""
+        return self._ledger.ready_groups()
+
+    def weight_version(self, group_id: str) -> int:
+        """Version of the weights that served when the group was dispatched.
 
         Raises:
             StoreError: there is no such group.
         """
-        rows = self._all(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE group_id=?", (group_id,))
-        if not rows:
-            raise StoreError(f"no group {group_id!r} in {self.path}")
-        return schema.group_from_row(rows[0])
+        return self._ledger.weight_version(group_id)
 
-    def groups(self) -> list[GroupRecord]:
-        """All groups in the order they were dispatched."""
-        return [
-            schema.group_from_row(row)
-            for row in self._all(f"SELECT {_GROUP_COLUMNS} FROM groups ORDER BY rowid")
-        ]
+    # groups and executions ------------------------------
 
-    def executions(
-        self, states: Iterable[ExecutionState] | None = None, group_id: str | None = None
-    ) -> list[ExecutionRecord]:
-        """Executions in dispatch order, optionally only those in `states` or of one group."""
-        wanted = list(states) if states is not None else ["queued", "running", "finished"]
-        marks = ",".join("?" * len(wanted))
-        sql = f"SELECT {schema.EXECUTION_COLUMNS} FROM executions WHERE state IN ({marks})"
-        if group_id is not None:
-            sql += " AND group_id=?"
-        rows = self._all(
-            sql + " ORDER BY execution", (*wanted, *([group_id] if group_id is not None else []))
-        )
-        return [schema.execution_from_row(row) for row in rows]
+    def add_group(
+        self, group_id: str, query: dict[str, Any], num_executions: int, weight_version: int
+    ) -> list[str]:
+        """Dispatch `num_executions` executions of `query`; returns their ids.
 
-    def execution(self, execution_id: str) -> ExecutionRecord:
-        """One execution.
+        A group that exists is left alone, and the ids of the executions that it has are returned.
 
         Raises:
-            StoreError: there is no such execution.
+            StoreError: `num_executions` is below 1: such a group would never finish.
         """
-        rows = self._all(
-            f"SELECT {schema.EXECUTION_COLUMNS} FROM executions WHERE execution_id=?",
-            (execution_id,),
-        )
-        if not rows:
-            raise StoreError(f"no execution {execution_id!r} in {self.path}")
-        return schema.execution_from_row(rows[0])
+        if num_executions < 1:
+            raise StoreError(f"group {group_id!r}: num_executions={num_executions} must be >= 1")
+        group = (group_id, json.dumps(query), num_executions, weight_version)
+
+        def write(connection: sqlite3.Connection) -> tuple[bool, list[tuple[str, int]]]:
+            sql = f"INSERT OR IGNORE INTO groups({schema.GROUP_COLUMNS}) VALUES(?,?,?,?,NULL)"
+            added = connection.execute(sql, group).rowcount > 0
+            if added:
+                connection.executemany(
+                    "INSERT INTO executions(execution_id, group_id, position, state, attempt)"
+                    " VALUES(?,?,?,'queued',0)",
+                    [(f"{group_id}.{i:02d}", group_id, i) for i in range(num_executions)],
+                )
+            rows = connection.execute(
+                "SELECT execution_id, execution FROM executions WHERE group_id=? ORDER BY execution",
+                (group_id,),
+            )
+            return added, rows.fetchall()
+
+        def committed(result: tuple[bool, list[tuple[str, int]]]) -> None:
+            added, executions = result
+            if added:
+                self._own_ledger.group_added(group_id, weight_version, executions)
+
+        _, executions = self._write(write, committed).result()
+        return [execution_id for execution_id, _ in executions]
 
     def start_execution(self, execution_id: str) -> str:
         """Mark a queued execution as running, as a new attempt; returns the bearer token of its
@@ -152,25 +150,24 @@ class TrajectoryStore:
         Raises:
             StoreError: it is not queued.
         """
-        token = f"gyre-{secrets.token_urlsafe(24)}"
-        digest = _digest(token)
+        token = new_token()
+        token_digest = digest(token)
 
         def write(connection: sqlite3.Connection) -> int:
-            changed = connection.execute(
-                "UPDATE executions SET state='running', attempt=attempt+1, token_digest=?, "
-                "started_at=?"
-                " WHERE execution_id=? AND state='queued'",
-                (digest, time.time(), execution_id),
-            ).rowcount
-            if not changed:
+            rows = connection.execute(
+                "UPDATE executions SET state='running', attempt=attempt+1, token_digest=?,"
+                " started_at=? WHERE execution_id=? AND state='queued' RETURNING attempt",
+                (token_digest, time.time(), execution_id),
+            ).fetchall()
+            if not rows:
                 raise StoreError(f"execution {execution_id!r} cannot start: it is not queued")
-            row = connection.execute(
-                "SELECT attempt FROM executions WHERE execution_id=?", (execution_id,)
-            )
-            return row.fetchone()[0]
+            return rows[0][0]
 
-        attempt = self._write(write).result()
-        self._tokens[digest] = (execution_id, attempt)
+        def committed(attempt: int) -> None:
+            self._tokens.issue(token_digest, execution_id, attempt)
+            self._own_ledger.execution_started(execution_id, attempt)
+
+        self._write(write, committed).result()
         return token
 
     def finish_execution(self, execution_id: str, outcome: Outcome) -> None:
@@ -179,88 +176,76 @@ class TrajectoryStore:
         Raises:
             StoreError: it is not running.
         """
+        detail = json.dumps(outcome.detail)
 
-        def write(connection: sqlite3.Connection) -> None:
-            changed = connection.execute(
-                "UPDATE executions SET state='finished', outcome=?, reward=?, detail=?, "
-                "finished_at=?,"
-                " token_digest=NULL WHERE execution_id=? AND state='running'",
-                (
-                    outcome.status,
-                    outcome.reward,
-                    json.dumps(outcome.detail),
-                    time.time(),
-                    execution_id,
-                ),
-            ).rowcount
-            if not changed:
+        def write(connection: sqlite3.Connection) -> tuple[str, float]:
+            rows = connection.execute(
+                "UPDATE executions SET state='finished', outcome=?, reward=?, detail=?,"
+                " finished_at=?, token_digest=NULL"
+                " WHERE execution_id=? AND state='running' RETURNING group_id, finished_at",
+                (outcome.status, outcome.reward, detail, time.time(), execution_id),
+            ).fetchall()
+            if not rows:
                 raise StoreError(f"execution {execution_id!r} cannot finish: it is not running")
+            return rows[0]
 
-        self._write(write).result()
-        self._forget_tokens(execution_id)
+        def committed(finished: tuple[str, float]) -> None:
+            self._tokens.revoke(execution_id)
+            self._own_ledger.execution_finished(execution_id, *finished)
+
+        self._write(write, committed).result()
 
     def requeue_running(self) -> int:
         """After a crash: queue running executions again; what they had done stays as an old
         attempt."""
-        requeued = self._write(
-            lambda connection: (
-                connection.execute(
-                    "UPDATE executions SET state='queued', token_digest=NULL WHERE state='running'"
-                ).rowcount
-            )
-        ).result()
-        self._tokens.clear()
-        return requeued
+        sql = "UPDATE executions SET state='queued', token_digest=NULL WHERE state='running'"
 
-    def authenticate(self, token: str) -> tuple[str, int] | None:
+        def committed(_: int) -> None:
+            self._tokens.revoke_all()
+            self._own_ledger.running_requeued()
+
+        return self._write(lambda connection: connection.execute(sql).rowcount, committed).result()
+
+    def authenticate(self, token: str) -> Attempt | None:
         """The (execution id, attempt) a bearer token stands for; None if it stands for nothing."""
-        return self._tokens.get(_digest(token))
+        return self._tokens.find(token)
 
-    def counters(self) -> tuple[int, int, int]:
-        """Executions ever (dispatched, started, finished)."""
-        sql = "SELECT count(*), coalesce(sum(attempt > 0), 0), coalesce(sum(state='finished'), 0) FROM executions"
-        return tuple(self._one(sql))
-
-    # training progress
-    # -----------------------------------------------------------------------------------------------
-
-    def finished_groups(self, untrained: bool = True) -> list[str]:
-        """Groups whose executions have all finished, earliest finish first."""
-        sql = (
-            "SELECT group_id FROM groups JOIN executions USING(group_id)"
-            + (" WHERE trained_step IS NULL" if untrained else "")
-            + " GROUP BY group_id HAVING sum(state != 'finished') = 0 ORDER BY max(finished_at), min(execution)"
-        )
-        return [row[0] for row in self._all(sql)]
+    # training ------------------------------
 
     def mark_trained(self, group_ids: Sequence[str], step: int) -> None:
-        """Record that the groups were trained in `step`."""
-        self._write(
-            lambda connection: connection.executemany(
-                "UPDATE groups SET trained_step=? WHERE group_id=?",
-                [(step, group_id) for group_id in group_ids],
-            )
-        ).result()
+        """Record that the groups were trained in `step`.
+
+        Raises:
+            StoreError: one of them does not exist; none is marked then.
+        """
+
+        def write(connection: sqlite3.Connection) -> None:
+            for group_id in group_ids:
+                sql = "UPDATE groups SET trained_step=? WHERE group_id=?"
+                if not connection.execute(sql, (step, group_id)).rowcount:
+                    raise StoreError(f"no group {group_id!r} in {self.path}")
+
+        def committed(_: None) -> None:
+            self._own_ledger.groups_trained(group_ids, step)
+
+        self._write(write, committed).result()
 
     def rollback_to_step(self, step: int) -> int:
         """Make groups trained after `step` (the checkpoint) untrained again; returns how many."""
+        sql = "UPDATE groups SET trained_step=NULL WHERE trained_step > ?"
         return self._write(
-            lambda connection: (
-                connection.execute(
-                    "UPDATE groups SET trained_step=NULL WHERE trained_step > ?", (step,)
-                ).rowcount
-            )
+            lambda connection: connection.execute(sql, (step,)).rowcount,
+            lambda _: self._own_ledger.rolled_back(step),
         ).result()
 
-    # calls and nodes
-    # --------------------------------------------------------------------------------------------------
+    # calls and nodes ------------------------------
 
     def new_node_id(self) -> int:
         """A node id no other node has; it counts only once the node is stored."""
         return next(self._next_node)
 
     def add_call(self, call: Call, nodes: Sequence[Node]) -> Future[None]:
-        """Store a call with the nodes it added, in one transaction; durable when the future
+        """Store a call with the nodes it added, in one transaction; committed when the future
         resolves."""
         execution = self._rowid(call.execution_id)
         values = schema.call_row(execution, call)
@@ -274,88 +259,26 @@ class TrajectoryStore:
 
         return self._write(write)
 
-    def set_call_state(self, call_ids: Sequence[str], state: str) -> Future[None]:
+    def set_call_state(self, call_ids: Sequence[str], state: CallState) -> Future[None]:
         """Change the state of calls (undelivered, superseded)."""
+        values = [(state, call_id) for call_id in call_ids]
 
         def write(connection: sqlite3.Connection) -> None:
-            connection.executemany(
-                "UPDATE calls SET state=? WHERE call_id=?", [(state, c) for c in call_ids]
-            )
+            connection.executemany("UPDATE calls SET state=? WHERE call_id=?", values)
 
         return self._write(write)
 
-    def nodes(self, execution_id: str, attempt: int | None = None) -> list[Node]:
-        """Nodes of one attempt (the latest by default), parents before children, with `start`
-        filled in."""
-        attempt = self._attempt(execution_id, attempt)
-        rows = self._all(
-            f"SELECT {schema.NODE_COLUMNS} FROM nodes WHERE execution=? AND attempt=? ORDER BY "
-            "node_id",
-            (self._rowid(execution_id), attempt),
-        )
-        nodes = [schema.node_from_row(row) for row in rows]
-        ends: dict[int, int] = {}
-        for node in nodes:
-            node.start = ends.get(node.parent, 0)
-            ends[node.node_id] = node.end
-        return nodes
-
-    def calls(self, execution_id: str, attempt: int | None = None) -> list[Call]:
-        """Calls of one attempt (the latest by default) in the order they were completed."""
-        attempt = self._attempt(execution_id, attempt)
-        rows = self._all(
-            f"SELECT {schema.CALL_COLUMNS} FROM calls WHERE execution=? AND attempt=? ORDER BY "
-            "call",
-            (self._rowid(execution_id), attempt),
-        )
-        return [schema.call_from_row(execution_id, attempt, row) for row in rows]
-
-    def sizes(self, execution_id: str) -> tuple[int, int, int, int]:
-        """(calls, nodes, tokens, sampled tokens) of the latest attempt."""
-        where = (self._rowid(execution_id), self._attempt(execution_id, None))
-        calls = self._all("SELECT count(*) FROM calls WHERE execution=? AND attempt=?", where)[0][0]
-        sql = (
-            "SELECT count(*), coalesce(sum(length(token_ids)), 0) / 4, "
-            "coalesce(sum(length(logprobs)), 0) / 4"
-            " FROM nodes WHERE execution=? AND attempt=?"
-        )
-        return (calls, *self._all(sql, where)[0])
-
-    def roles(self) -> dict[str, int]:
-        """Calls by role, over everything."""
-        return dict(self._all("SELECT role, count(*) FROM calls GROUP BY role ORDER BY 2 DESC"))
-
     # inner ------------------------------
 
-    def _attempt(self, execution_id: str, attempt: int | None) -> int:
-        return self.execution(execution_id).attempt if attempt is None else attempt
+    @property
+    def _ledger(self) -> Ledger:
+        """The ledger; read anew where another process writes the file."""
+        if self._writer is None:
+            with self._read_lock:
+                self._own_ledger = Ledger.load(self._reader)
+        return self._own_ledger
 
-    def _rowid(self, execution_id: str) -> int:
-        if execution_id not in self._rowids:
-            rows = self._all(
-                "SELECT execution FROM executions WHERE execution_id=?", (execution_id,)
-            )
-            if not rows:
-                raise StoreError(f"no execution {execution_id!r} in {self.path}")
-            self._rowids[execution_id] = rows[0][0]
-        return self._rowids[execution_id]
-
-    def _forget_tokens(self, execution_id: str) -> None:
-        for digest in [d for d, (owner, _) in self._tokens.items() if owner == execution_id]:
-            del self._tokens[digest]
-
-    def _write(self, write: Write) -> Future[Any]:
+    def _write(self, write: Write, on_commit: OnCommit | None = None) -> Future[Any]:
         if self._writer is None:
             raise StoreError(f"{self.path} was opened for reading only")
-        return self._writer.submit(write)
-
-    def _all(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._read_lock:
-            return self._reader.execute(sql, values).fetchall()
-
-    def _one(self, sql: str) -> tuple[Any, ...]:
-        return self._all(sql)[0]
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+        return self._writer.submit(write, on_commit)

@@ -50,7 +50,7 @@ def run(
     )
     spec = EvaluatorSpec(kind="python", function=f"score.py:{function}")
     task = Task(name="t", prompt="do 'it' $HOME\nnow", evaluator=spec, directory=tmp_path / "task")
-    store = TrajectoryStore(tmp_path / "store.sqlite")
+    store = TrajectoryStore(tmp_path / "store.db")
     execution_id = store.add_group("g", {"task": "t"}, 1, 0)[0]
     context = HarnessContext(store, TaskSet([task]), config, "http://127.0.0.1:1")
     outcome = asyncio.run(run_execution(context, execution_id))
@@ -165,7 +165,7 @@ def test_a_crashed_harness_is_scored(tmp_path: Path) -> None:
 
 
 def test_orphans_of_a_crash_are_ended_and_others_are_not(tmp_path: Path) -> None:
-    store = TrajectoryStore(tmp_path / "store.sqlite")
+    store = TrajectoryStore(tmp_path / "store.db")
     mine, other = store.add_group("g", {}, 2, 0)
     store.start_execution(mine)
     label = f"{store.path.resolve()}#"

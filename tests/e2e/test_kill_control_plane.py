@@ -40,7 +40,7 @@ def control_plane(folder: Path, engine_url: str, port: int, ready: Event) -> Non
 
 
 async def _control_plane(folder: Path, engine_url: str, port: int, ready: Event) -> None:
-    store = TrajectoryStore(folder / "store.sqlite")
+    store = TrajectoryStore(folder / "store.db")
     end_orphaned_harnesses(store)
     store.requeue_running()
     store.add_group("g", {"task": "t"}, NUM_EXECUTIONS, 0)
@@ -127,7 +127,7 @@ def _start(
 def _requeue_some(folder: Path) -> None:
     """All executions have finished before the last kill: more work, so that every kill hits a
     load."""
-    store = TrajectoryStore(folder / "store.sqlite")
+    store = TrajectoryStore(folder / "store.db")
     store.add_group(f"more{len(store.groups())}", {"task": "t"}, NUM_EXECUTIONS, 0)
     store.close()
 
@@ -135,7 +135,7 @@ def _requeue_some(folder: Path) -> None:
 def _check_store(folder: Path) -> list[str]:
     """Whole rows only, every acknowledged answer among them; returns the executions that were
     running."""
-    store = TrajectoryStore(folder / "store.sqlite", read_only=True)
+    store = TrajectoryStore(folder / "store.db", read_only=True)
     acks = folder / "acks"
     acknowledged = set(acks.read_text().split()) if acks.exists() else set()
     stored: set[str] = set()
@@ -153,14 +153,14 @@ def _check_store(folder: Path) -> list[str]:
     assert acknowledged <= stored
     running = [execution.execution_id for execution in store.executions(states=["running"])]
     store.close()
-    with sqlite3.connect(folder / "store.sqlite") as connection:
+    with sqlite3.connect(folder / "store.db") as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     return running
 
 
 def _check_end(folder: Path, running_at_kill: dict[str, int]) -> None:
     assert _check_store(folder) == []
-    store = TrajectoryStore(folder / "store.sqlite", read_only=True)
+    store = TrajectoryStore(folder / "store.db", read_only=True)
     for execution in store.executions():
         assert execution.state == "finished" and execution.outcome.reward == 1.0, execution
         assert execution.attempt == 1 + running_at_kill.get(execution.execution_id, 0)

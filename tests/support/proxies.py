@@ -48,7 +48,7 @@ async def running_proxy(
     """Serve until the block ends; without a checkpoint one with `template` and no weights is
     made."""
     config = config or RolloutConfig()
-    store = TrajectoryStore(folder / "store.sqlite")
+    store = TrajectoryStore(folder / "store.db")
     router = Router(config.router)
     checkpoint = checkpoint or make_checkpoint(folder / "checkpoint", template, context_length)
     renderer = Renderer.from_checkpoint(checkpoint, config.proxy)

@@ -85,7 +85,7 @@ class TreeBuilder:
 
 def open_store(folder: Path) -> TrajectoryStore:
     """A fresh store."""
-    return TrajectoryStore(folder / "store.sqlite")
+    return TrajectoryStore(folder / "store.db")
 
 
 def as_plain(node: Node) -> Node:

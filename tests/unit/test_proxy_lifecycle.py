@@ -68,7 +68,7 @@ async def hang_up(proxy: RunningProxy, token: str, stream: bool) -> None:
         post.cancel()
         await asyncio.wait({post})
     for _ in range(500):
-        if proxy.router.num_inflight() == 0 and proxy.store.roles():
+        if proxy.router.num_inflight() == 0 and proxy.store.calls_by_role():
             break
         await asyncio.sleep(0.02)
 
