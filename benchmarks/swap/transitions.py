@@ -24,12 +24,14 @@ from benchmarks.swap import models
 from benchmarks.swap.ranks import run_ranks
 from gyre_megatron.config.cluster import EngineConfig
 from gyre_megatron.config.model import Architecture
-from gyre_megatron.config.weights import WeightsConfig
+from gyre_megatron.engines.client import EngineHttp
+from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.engines.server import ServerSpec, SglangServer
 from gyre_megatron.training import parallel
 from gyre_megatron.weights.canonical import canonical_tensors
 from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.chain import chain_broadcast
+from gyre_megatron.weights.engine import ServingEngine
 from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
 
 PROMPT = list(range(20, 84))
@@ -121,7 +123,7 @@ def _train_to_rollout(arch: Architecture, url: str) -> dict[str, Any]:
     for tensor in tensors.values():
         tensor.fill_(0.01)
     place = parallel.parallel_rank(models.TRAIN, arch)
-    sync = CellWeightSync(chunks, arch, place, url, 1, WeightsConfig())
+    sync = CellWeightSync(chunks, arch, place, ServingEngine(EngineHttp(url), 1, LOADER))
     runs = []
     for version in (1, 2, 3):
         stages: dict[str, float] = {}

@@ -25,6 +25,9 @@ from gyre_megatron.errors import GyreError, LayoutError, TransferError
 from gyre_megatron.ops.fp8 import quantize_blocks
 from gyre_megatron.weights.shadow import SHADOW_FILE, STATUS_FILE, Shadow, checksums, tensor_specs
 
+LOADER = f"{__name__}.load"
+"""Pass this to SGLang as --custom-weight-loader."""
+
 SCALE_SUFFIX = "_scale_inv"
 """SGLang names the scales of `x.weight` `x.weight_scale_inv`."""
 

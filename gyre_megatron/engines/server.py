@@ -19,9 +19,9 @@ from typing import Any
 
 from gyre_megatron.config.cluster import EngineConfig
 from gyre_megatron.engines.client import EngineHttp
+from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.errors import EngineError
 from gyre_megatron.processes import child_environment
-from gyre_megatron.weights.engine import LOADER
 
 LOG_TAIL_LINES = 25
 STOP_TIMEOUT_S = 15.0

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.weights import WeightsConfig
+from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.engines.server import ServerSpec, SglangServer
 from gyre_megatron.errors import CellError, ConfigError, GyreError
 from gyre_megatron.extensions import ExtensionPoint
@@ -31,6 +32,7 @@ from gyre_megatron.runtime.protocol import Register
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.training import Trainer
 from gyre_megatron.weights.cell_sync import CellWeightSync
+from gyre_megatron.weights.engine import ServingEngine
 from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
 
 TINY_MODEL_MAKERS: ExtensionPoint = ExtensionPoint(
@@ -215,14 +217,9 @@ def _make_agent(
     trainer = Trainer(config.training, architecture, checkpoint, with_optimizer=place.cell == 0)
     if step > 0:
         _restore(trainer, groups, directory, config.weights)
-    engine_tp = config.engine.tp or ranks
+    engine = ServingEngine(server, config.engine.tp or ranks, LOADER) if server else None
     weight_sync = CellWeightSync(
-        trainer.model_chunks,
-        architecture,
-        trainer.parallel_rank(),
-        server.url if server is not None else "",
-        engine_tp,
-        config.weights,
+        trainer.model_chunks, architecture, trainer.parallel_rank(), engine, config.weights
     )
     parity = ParityCheck(config.run.parity_sequences, architecture.vocab_size, config.run.seed)
     return CellAgent(

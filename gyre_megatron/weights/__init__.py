@@ -12,6 +12,7 @@ from gyre_megatron.weights.checkpoint import (
     save_hf_checkpoint,
     wire_dtypes,
 )
+from gyre_megatron.weights.engine import ServingEngine
 from gyre_megatron.weights.executor import Resharder
 from gyre_megatron.weights.megatron import MegatronLayout, bind, layout_of
 from gyre_megatron.weights.megatron_names import MegatronStyle
@@ -29,6 +30,7 @@ __all__ = [
     "Parallelism",
     "PublishReport",
     "Resharder",
+    "ServingEngine",
     "bind",
     "canonical_tensors",
     "chain_broadcast",

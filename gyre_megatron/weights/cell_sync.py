@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.weights import WeightsConfig
-from gyre_megatron.errors import GyreError, TransferError
+from gyre_megatron.errors import ConfigError, GyreError, TransferError
 from gyre_megatron.ops.boxes import checksum_boxes, copy_boxes, wrap64
 from gyre_megatron.weights.boxes import LocalTensor, Piece
-from gyre_megatron.weights.engine import EngineInstaller
+from gyre_megatron.weights.engine import EngineInstaller, ServingEngine
 from gyre_megatron.weights.layout import ListedLayout
 from gyre_megatron.weights.megatron import MegatronLayout, bind, layout_of, named_tensors
 from gyre_megatron.weights.parallel import ParallelRank
@@ -54,8 +54,7 @@ class CellWeightSync:
     Args:
         model_chunks: this rank's Megatron modules.
         place: this rank's place in the cell.
-        engine_url: the cell's server; only rank 0 talks to it.
-        engine_tp: the server's tensor-parallel size.
+        engine: the cell's server; only rank 0 talks to it, other ranks may pass None.
         store: reached by all ranks of the cell; default: that of the default process group.
     """
 
@@ -64,8 +63,7 @@ class CellWeightSync:
         model_chunks: Sequence[torch.nn.Module],
         architecture: Architecture,
         place: ParallelRank,
-        engine_url: str,
-        engine_tp: int,
+        engine: ServingEngine | None,
         config: WeightsConfig | None = None,
         store: dist.Store | None = None,
         name: str = "gyre/weights/cell",
@@ -81,9 +79,11 @@ class CellWeightSync:
             self._layout.num_ranks,
             self._config.timeout_s,
         )
-        self._engine = (
-            EngineInstaller(engine_url, engine_tp, self._config) if place.index == 0 else None
-        )
+        self._engine = None
+        if place.index == 0:
+            if engine is None:
+                raise ConfigError("rank 0 of a cell publishes into its engine; pass one")
+            self._engine = EngineInstaller(engine, self._config)
         self._push: _Push | None = None
         self._chunks, self._epoch = model_chunks, 0
 

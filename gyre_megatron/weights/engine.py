@@ -11,12 +11,12 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import requests
 import torch
 import torch.multiprocessing
 
@@ -25,8 +25,33 @@ from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.errors import EngineError
 from gyre_megatron.weights.shadow import STATUS_FILE
 
-LOADER = "gyre_megatron.engines.loader.load"
-"""Pass this to SGLang as --custom-weight-loader."""
+
+class EngineHttp(Protocol):
+    """What an install needs of the engine's HTTP client; `engines.client` has the real one."""
+
+    @property
+    def url(self) -> str: ...
+
+    def post(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 120.0
+    ) -> Any:
+        """POST a JSON body and wait; EngineError where the engine refuses or does not answer."""
+
+
+@dataclass(frozen=True)
+class ServingEngine:
+    """An SGLang server that takes weights.
+
+    Attributes:
+        http: its client.
+        tp: its tensor-parallel size.
+        loader: dotted name of the function that it runs in its own processes, as it was given to
+            `--custom-weight-loader`.
+    """
+
+    http: EngineHttp
+    tp: int
+    loader: str
 
 
 _PREFIX = "gyre-weights-"
@@ -44,12 +69,13 @@ class EngineInstaller:
     """Talks to one server; used by the cell's leader only.
 
     Args:
-        url: the server's address.
-        tp: its tensor-parallel size.
+        engine: the server.
+        config: time limit, shared memory, and how generation is held.
     """
 
-    def __init__(self, url: str, tp: int, config: WeightsConfig) -> None:
-        self.url, self.tp, self._config = url, tp, config
+    def __init__(self, engine: ServingEngine, config: WeightsConfig) -> None:
+        self._engine = engine
+        self._config = config
         self._serial = 0
         self.directory: Path | None = None
 
@@ -107,14 +133,14 @@ class EngineInstaller:
         ForkingPickler(payload).dump([(json.dumps(body), torch.empty(0))])
         text = base64.b64encode(payload.getvalue()).decode()
         request: dict[str, Any] = {
-            "serialized_named_tensors": [text] * self.tp,
-            "load_format": LOADER,
+            "serialized_named_tensors": [text] * self._engine.tp,
+            "load_format": self._engine.loader,
             "flush_cache": weight_version is not None,
         }
         if weight_version is not None:
             request["weight_version"] = weight_version
         self._post("/update_weights_from_tensor", request)
-        return [self._answer(op, rank) for rank in range(self.tp)]
+        return [self._answer(op, rank) for rank in range(self._engine.tp)]
 
     def _answer(self, op: str, rank: int) -> dict[str, Any]:
         assert self.directory is not None
@@ -123,7 +149,7 @@ class EngineInstaller:
         if answer.get("serial") != self._serial:
             raise EngineError(
                 f"engine rank {rank} did not run {op}; start the server with "
-                f"--custom-weight-loader {LOADER} and share "
+                f"--custom-weight-loader {self._engine.loader} and share "
                 f"{self._config.shared_memory_dir} with it"
             )
         if not answer["ok"]:
@@ -160,12 +186,4 @@ class EngineInstaller:
         return True
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        try:
-            response = requests.post(self.url + path, json=body, timeout=self._config.timeout_s)
-        except requests.RequestException as error:
-            raise EngineError(f"the engine at {self.url} did not answer {path}: {error}") from error
-        if not response.ok:
-            raise EngineError(
-                f"the engine at {self.url} refused {path}: HTTP {response.status_code} "
-                f"{response.text[:500]}"
-            )
+        self._engine.http.post(path, body, self._config.timeout_s)

@@ -14,11 +14,14 @@ import torch.distributed as dist
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.config.weights import WeightsConfig
+from gyre_megatron.engines.client import EngineHttp
+from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.errors import TransferError
 from gyre_megatron.training import Trainer
 from gyre_megatron.training.parallel import parallel_rank
 from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.checkpoint import save_hf_checkpoint
+from gyre_megatron.weights.engine import ServingEngine
 from gyre_megatron.weights.transports.ipc import IpcTransport
 
 TIMEOUT_S = 15.0
@@ -31,11 +34,22 @@ def start(checkpoint: str, url: str, engine_tp: int, layout: dict[str, int]) -> 
     trainer = Trainer(config, architecture, checkpoint, with_optimizer=False)
     place = parallel_rank(config, architecture)
     weights = WeightsConfig(timeout_s=TIMEOUT_S)
+    http = EngineHttp(url)
     sync = CellWeightSync(
-        trainer.model_chunks, architecture, place, url, engine_tp, weights, name="install"
+        trainer.model_chunks,
+        architecture,
+        place,
+        ServingEngine(http, engine_tp, LOADER),
+        weights,
+        name="install",
     )
     wrong = CellWeightSync(
-        trainer.model_chunks, architecture, place, url, engine_tp + 1, weights, name="wrong"
+        trainer.model_chunks,
+        architecture,
+        place,
+        ServingEngine(http, engine_tp + 1, LOADER),
+        weights,
+        name="wrong",
     )
     _state.update(
         trainer=trainer,
