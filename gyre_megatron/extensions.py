@@ -89,7 +89,9 @@ def load_reference(name: str, key: str) -> Any:
     where, _, attribute = name.rpartition(":")
     try:
         module = (
-            _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            _load_file(Path(where).expanduser())
+            if where.endswith(".py")
+            else importlib.import_module(where)
         )
     except Exception as error:  # whatever somebody's module raises while it is imported
         raise ConfigError(

@@ -32,14 +32,14 @@ def main(argv: list[str] | None = None) -> int:
     show.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=c")
     arguments = parser.parse_args(argv)
     try:
-        loaded = load_config(arguments.file, arguments.overrides)
+        loaded = load_config(arguments.file, arguments.overrides, partial=True)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     leaves = list(resolved(loaded.config))
     width = max(len(f"{key}: {value}") for key, value in leaves)
     for key, value in leaves:
-        print(f"{f'{key}: {value}':<{width}}  # {loaded.origins.get(key, 'default')}")
+        print(f"{f'{key}: {value}':<{width}}  # {loaded.origin_of(key)}")
     return 0
 
 

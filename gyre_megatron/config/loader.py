@@ -1,26 +1,27 @@
 """Composes YAML files into one frozen `GyreConfig` and remembers where each value came from.
 
-A file may name others under `base:` (a list, relative to itself); they are merged in order, then
-the file itself, then `--set a.b=c` overrides; later wins. Unknown keys are refused with the nearest
-valid name.
+A file may name others under `base:` (a name or a list, relative to itself); they are merged in
+order, then the file itself, then `--set a.b=c` overrides; later wins. Unknown keys are refused with
+the nearest valid name.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
-from gyre_megatron.config.base import Section
+from gyre_megatron.config.base import Section, expand_user
 from gyre_megatron.config.cluster import ClusterConfig, EngineConfig
 from gyre_megatron.config.model import ModelConfig
 from gyre_megatron.config.rollout import RolloutConfig
 from gyre_megatron.config.run import RunConfig
 from gyre_megatron.config.scheduler import SchedulerConfig
+from gyre_megatron.config.sources import Values, compose, parse_override
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.errors import ConfigError
@@ -30,7 +31,7 @@ class GyreConfig(Section):
     """The whole configuration of a run."""
 
     run: RunConfig = Field(default_factory=RunConfig)
-    model: ModelConfig
+    model: ModelConfig = Field(default_factory=ModelConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
@@ -49,97 +50,52 @@ class GyreConfig(Section):
 
 
 class LoadedConfig:
-    """A config with the origin of each value: `origins["training.lr"] == "configs/demo.yaml"`."""
+    """A config with the origin of each value: `origin_of("training.lr") == "configs/demo.yaml"`."""
 
     def __init__(self, config: GyreConfig, origins: dict[str, str]) -> None:
         self.config = config
         self.origins = origins
 
+    def origin_of(self, key: str) -> str:
+        """Where the value of `key` (dotted) came from; several sources where a mapping was merged
+        from several; `default` if nobody set it."""
+        found = [source for name, source in self.origins.items() if _is_at_or_below(name, key)]
+        return ", ".join(dict.fromkeys(found)) or "default"
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, partial: bool = False
+) -> LoadedConfig:
     """Read, compose and check a configuration file.
 
     Args:
         path: YAML file.
         overrides: `section.key=value` strings; the value is parsed as YAML.
+        partial: accept a file that says not yet which weights are trained, such as an overlay of
+            `configs/models`: enough to look at or to plan with, not to run.
 
     Raises:
         ConfigError: a file is missing or not YAML, a key is unknown, or a value has the wrong type
         or range.
     """
-    values, origins = _compose(Path(path), ())
+    try:
+        values = compose(expand_user(path))
+    except ValueError as error:  # ConfigError is one, with its own words
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{path}: {error}") from None
     for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not key:
-            raise ConfigError(f"--set {override!r} is not of the form section.key=value")
-        flat = {key.strip(): yaml.safe_load(text)}
-        _merge(values, origins, _nest(flat), f"--set {key.strip()}")
-    _refuse_unknown(values, GyreConfig, "")
+        values.merge(*parse_override(override))
+    _check_keys(values.tree, GyreConfig, (), values)
     try:
-        return LoadedConfig(GyreConfig.model_validate(values), origins)
+        config = GyreConfig.model_validate(values.tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, origins, path)) from None
-
-
-def _compose(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    if path.resolve() in chain:
-        raise ConfigError(f"{path} names itself under base: {' -> '.join(map(str, chain))}")
-    try:
-        document = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"no configuration file {path}; shipped ones are in configs/") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
-    document = {} if document is None else document
-    if not isinstance(document, dict):
+        raise ConfigError("; ".join(_explain(item, values) for item in error.errors())) from None
+    if not partial and config.model.checkpoint is None and config.model.tiny is None:
         raise ConfigError(
-            f"{path} holds a {type(document).__name__}; a mapping of sections was expected"
+            f"{path} names no weights: set exactly one of model.checkpoint (a directory in Hugging "
+            "Face format) and model.tiny (sizes and a seed)"
         )
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    bases = document.pop("base", [])
-    for base in [bases] if isinstance(bases, str) else bases:
-        inner, inner_origins = _compose(path.parent / base, (*chain, path.resolve()))
-        _merge(values, origins, inner, "", inner_origins)
-    _merge(values, origins, document, str(path))
-    return values, origins
-
-
-def _merge(
-    into: dict[str, Any],
-    origins: dict[str, str],
-    new: dict[str, Any],
-    source: str,
-    known: dict[str, str] | None = None,
-) -> None:
-    for key, value in _leaves(new):
-        parent = into
-        *path, last = key.split(".")
-        for part in path:
-            if not isinstance(parent.get(part), dict):
-                parent[part] = {}
-            parent = parent[part]
-        parent[last] = value
-        origins[key] = known[key] if known else source
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _nest(flat: dict[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        *path, last = key.split(".")
-        parent = nested
-        for part in path:
-            parent = parent.setdefault(part, {})
-        parent[last] = value
-    return nested
+    origins = {".".join(key): source for key, source in values.origins.items()}
+    return LoadedConfig(config, origins)
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:
@@ -148,28 +104,71 @@ def section_type(annotation: Any) -> type[BaseModel] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
-def _refuse_unknown(values: dict[str, Any], section: type[BaseModel], prefix: str) -> None:
-    for key, value in values.items():
-        field = section.model_fields.get(str(key))
+def _check_keys(
+    tree: dict[str, Any], section: type[BaseModel], prefix: tuple[str, ...], values: Values
+) -> None:
+    """Refuse unknown names, plain values where a section belongs, and the reverse: pydantic's own
+    words for these name types of ours, not what to write."""
+    for name, value in tree.items():
+        key = (*prefix, name)
+        dotted = ".".join(key)
+        field = section.model_fields.get(name)
         if field is None:
-            near = difflib.get_close_matches(str(key), list(section.model_fields), n=1, cutoff=0.0)
-            raise ConfigError(
-                f"unknown key {prefix}{key}; did you mean {prefix}{near[0]}? "
-                f"Valid here: {', '.join(section.model_fields)}"
-            )
+            raise ConfigError(_unknown(name, section, prefix) + f" (from {_origin(key, values)})")
         inner = section_type(field.annotation)
-        if inner is not None and isinstance(value, dict):
-            _refuse_unknown(value, inner, f"{prefix}{key}.")
+        may_be_null = field.annotation is not inner
+        if inner is None:
+            takes_mapping = getattr(field.annotation, "__origin__", None) is dict
+            if isinstance(value, dict) and not takes_mapping:
+                below = ", ".join(f"{dotted}.{n}" for n in value) or "{}"
+                raise ConfigError(
+                    f"{dotted} takes one value and has no keys of its own, found {below} "
+                    f"(from {_origin(key, values)})"
+                )
+        elif isinstance(value, dict):
+            _check_keys(value, inner, key, values)
+        elif not (value is None and may_be_null):
+            found = "nothing" if value is None else repr(value)
+            raise ConfigError(
+                f"{dotted} is a section, found {found} (from {_origin(key, values)}); give keys "
+                f"below it ({', '.join(inner.model_fields)}), or leave it out"
+            )
 
 
-def _explain(error: ValidationError, origins: dict[str, str], path: str | Path) -> str:
-    lines = []
-    for item in error.errors():
-        key = ".".join(map(str, item["loc"])) or "configuration"
-        source = origins.get(key, str(path))
-        lines.append(
-            f"{key}: {item['msg']} (got {item.get('input')!r}, from {source})"
-            if item["loc"] and item["type"] != "value_error"
-            else f"{key}: {item['msg']} (from {source})"
-        )
-    return "; ".join(lines)
+def _unknown(name: str, section: type[BaseModel], prefix: tuple[str, ...]) -> str:
+    where = "".join(f"{part}." for part in prefix)
+    if "." in name and name.split(".")[0] in section.model_fields:
+        return f"unknown key {where}{name}; write one level a line: {name.replace('.', ': {', 1)}: ...}}"
+    near = difflib.get_close_matches(name, list(section.model_fields), n=1, cutoff=0.0)
+    return (
+        f"unknown key {where}{name}; did you mean {where}{near[0]}? "
+        f"Valid here: {', '.join(section.model_fields)}"
+    )
+
+
+def _explain(item: ErrorDetails, values: Values) -> str:
+    """One of pydantic's findings in one line: key, what is wrong, what was found and where."""
+    key = tuple(str(part) for part in item["loc"])
+    message = item["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    known = [place for place in values.origins if place == key[: len(place)]]
+    name = ".".join(max(known, key=len, default=key))
+    if not known:  # a default, or a rule about a whole section: its message says what was found
+        return f"{name}: {message}"
+    quote = " (put it in quotes)" if item["type"] == "string_type" else ""
+    found = "" if isinstance(item["input"], BaseModel) else f"got {item['input']!r}, "
+    return f"{name}: {message}{quote} ({found}from {_origin(key, values)})"
+
+
+def _origin(key: tuple[str, ...], values: Values) -> str:
+    """The source of a value, of the value it lies in, or of the first one below it."""
+    for place in (key[:length] for length in range(len(key), 0, -1)):
+        if place in values.origins:
+            return values.origins[place]
+    below = (source for place, source in values.origins.items() if place[: len(key)] == key)
+    return next(below, "default")
+
+
+def _is_at_or_below(name: str, key: str) -> bool:
+    return name == key or name.startswith(f"{key}.")

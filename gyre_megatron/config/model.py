@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from gyre_megatron.config.base import Section
+from gyre_megatron.config.base import Section, UserPath
 from gyre_megatron.errors import ConfigError
 
 Family = Literal["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"]
@@ -243,20 +243,20 @@ class TinyModelConfig(Section):
 class ModelConfig(Section):
     """Which model is trained and served."""
 
-    checkpoint: str | None = None
+    checkpoint: UserPath | None = None
     """Directory of a checkpoint in Hugging Face format; empty with `tiny` set, where the run makes
     its own."""
     tiny: TinyModelConfig | None = None
     """Make a tiny random checkpoint in the run directory in place of loading one."""
     architecture: Architecture | None = None
-    """The model's shape, for planning without its checkpoint (launch/plan.py); a run refuses
-    another checkpoint."""
+    """The model's shape, for planning without its checkpoint (`gyre plan`); a run refuses another
+    checkpoint."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
-        if (self.checkpoint is None) == (self.tiny is None):
+        if self.checkpoint is not None and self.tiny is not None:
             raise ValueError(
                 "set exactly one of model.checkpoint (a directory) and model.tiny (sizes and a "
-                "seed)"
+                "seed); both are set"
             )
         return self

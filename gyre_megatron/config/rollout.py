@@ -3,12 +3,11 @@ processor."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from gyre_megatron.config.base import Section
+from gyre_megatron.config.base import Section, UserPath
 
 Role = Literal["main", "main_summary", "sub_agent", "sub_agent_summary", "auxiliary"]
 
@@ -31,9 +30,6 @@ class SamplingConfig(Section):
 class ProxyConfig(Section):
     """The HTTP face that harnesses talk to."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65_535)
-    """0 takes a free port."""
     max_request_mib: int = Field(64, gt=0)
     """Larger bodies are refused with 413; one million tokens of history are about 5 MiB."""
     ping_interval_s: float = Field(10.0, gt=0)
@@ -81,12 +77,12 @@ class EvaluatorConfig(Section):
 class HarnessConfig(Section):
     """How a harness program is run."""
 
-    tasks: Path | None = None
+    tasks: UserPath | None = None
     """Directory of tasks, one sub-directory with a task.yaml each."""
     command: str | None = None
     """Harness command of tasks that name none; {prompt}, {prompt_file}, {workspace}, {task},
     {model}, {base_url} are filled in word by word (no shell)."""
-    workspaces: Path | None = None
+    workspaces: UserPath | None = None
     """Where workspaces are made; null takes a folder beside the store."""
     keep_workspaces: bool = False
     timeout_s: float = Field(3600.0, gt=0)

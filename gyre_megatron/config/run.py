@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
-from gyre_megatron.config.base import Section
+from gyre_megatron.config.base import Section, UserPath
 
 
 class RunConfig(Section):
     """Name, length and outputs of a run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Directory of the run below `root`."""
-    root: str = "runs"
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
+    """Directory of the run below `root`: a letter or digit, then letters, digits, dots, dashes and
+    underscores."""
+    root: UserPath = Path("runs")
     """Where run directories are made, relative to the working directory; all nodes must share
     it."""
     num_steps: int = Field(100, ge=1)

@@ -3,11 +3,12 @@ new weights."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from gyre_megatron.config.base import Section
+from gyre_megatron.config.base import Section, UserPath
 
 
 class WeightsConfig(Section):
@@ -30,7 +31,7 @@ class WeightsConfig(Section):
     """How generation is held during the install. `retract` keeps calls in flight: they continue on
     the new weights and recompute their prefix, so no key or value of the old weights is reused.
     `abort` ends them with what they have."""
-    shared_memory_dir: str = "/dev/shm"
+    shared_memory_dir: UserPath = Path("/dev/shm")
     """Where the next version's copy is assembled on the engine's host; must be memory-backed to be
     fast."""
     chunk_mib: int = Field(32, ge=1)

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
-from gyre_megatron.config.base import Section
+from gyre_megatron.config.base import Section, one_line
+from gyre_megatron.config.sources import read_mapping
 from gyre_megatron.errors import ConfigError
 
 
@@ -71,6 +71,11 @@ class TaskSet(Mapping[str, Task]):
         Raises:
             ConfigError: there is none, or one is wrong.
         """
+        if not Path(directory).is_dir():
+            raise ConfigError(
+                f"no task in {directory}, which is no directory; set rollout.harness.tasks to one "
+                "whose sub-directories hold a task.yaml each"
+            )
         files = sorted(Path(directory).glob("*/task.yaml"))
         if not files:
             raise ConfigError(
@@ -91,13 +96,13 @@ class TaskSet(Mapping[str, Task]):
 
 
 def _load(file: Path) -> Task:
+    fields = read_mapping(file, "a mapping of a task's fields")
     try:
-        fields = yaml.safe_load(file.read_text())
         task = Task.model_validate(
             {"name": file.parent.name, **fields, "directory": file.parent.resolve()}
         )
-    except (yaml.YAMLError, ValidationError, TypeError) as error:
-        raise ConfigError(f"{file} is no task: {error}") from error
+    except ValidationError as error:
+        raise ConfigError(f"{file} is no task: {one_line(error)}") from None
     _check_evaluator(task, file)
     return task
 

@@ -210,7 +210,11 @@ def test_workspaces_start_fresh_and_go_away(tmp_path: Path) -> None:
         ("prompt: p\nevaluator: {kind: command}\n", "command is empty"),
         ("prompt: p\nevaluator: {kind: python, function: x}\n", "module:function"),
         ("prompt: p\nevaluator: {kind: magic}\n", "magic"),
-        ("prompt: [\n", "is no task"),
+        ("prompt: [\n", "task.yaml cannot be read as YAML"),
+        ("prompt: p\nprompt: q\n", "key 'prompt' stands twice"),
+        ("prompt: 2024-13-45\n", "month must be in 1..12"),
+        ("- p\n", "holds a list; a mapping of a task's fields was expected"),
+        ("", "is no task: prompt: Field required"),
     ],
 )
 def test_wrong_tasks_are_refused(tmp_path: Path, text: str, reason: str) -> None:
