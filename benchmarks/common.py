@@ -4,8 +4,8 @@ Invariants: the two sides of a comparison run in turns in the same processes, so
 of the machine weighs on both; a ratio is formed per round and then summarised; nothing is reported
 without its number of runs.
 
-A result file holds `environment`, `config` and the benchmark's own keys, in which every measured
-figure is a dictionary made by `spread`: `figures.py` reads those.
+A result file holds `environment`, `config`, the benchmark's own keys with every measured figure as
+its median, and under `spreads` the median, range and number of runs of each, by dotted path.
 """
 
 from __future__ import annotations
@@ -106,11 +106,54 @@ def write_results(
     config: Mapping[str, Any],
     figures: Mapping[str, Any],
 ) -> None:
-    """Write one result file (JSON); paths in `config` are left out."""
-    plain = {key: value for key, value in config.items() if not isinstance(value, Path)}
+    """Write one result file (JSON); paths in `config` are left out.
+
+    Args:
+        figures: nested dictionaries; a dictionary made by `spread` is one figure.
+    """
+    spreads: dict[str, dict[str, float]] = {}
+    result = {
+        "environment": dict(environment),
+        "config": {key: value for key, value in config.items() if not isinstance(value, Path)},
+        **_medians(figures, "", spreads),
+        "spreads": spreads,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": dict(environment), "config": plain, **figures}
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def is_spread(value: Any) -> bool:
+    """Whether `spread` made this dictionary."""
+    return isinstance(value, dict) and "num_runs" in value
+
+
+def _medians(
+    figures: Mapping[str, Any], prefix: str, spreads: dict[str, dict[str, float]]
+) -> dict[str, Any]:
+    """`figures` with each spread replaced by its median; the spreads go into `spreads`."""
+    plain: dict[str, Any] = {}
+    for key, value in figures.items():
+        if is_spread(value):
+            spreads[f"{prefix}{key}"] = value
+            plain[key] = value["median"]
+        elif isinstance(value, dict):
+            plain[key] = _medians(value, f"{prefix}{key}.", spreads)
+        else:
+            plain[key] = value
+    return plain
+
+
+def show(figures: Mapping[str, Any], indent: int = 0) -> None:
+    """Print nested figures, a spread as `median [min, max]`."""
+    for key, value in figures.items():
+        name = f"{'':{indent}}{key}"
+        if is_spread(value):
+            print(f"{name:36} {value['median']:.4g} [{value['min']:.4g}, {value['max']:.4g}]")
+        elif isinstance(value, dict):
+            print(name)
+            show(value, indent + 2)
+        else:
+            print(f"{name:36} {value:.4g}" if isinstance(value, float) else f"{name:36} {value}")
 
 
 def _commit() -> str:

@@ -45,7 +45,8 @@ def test_the_record_names_commit_machine_and_versions(tmp_path):
     assert {"torch", "numpy"} <= set(record["versions"])
     path = tmp_path / "results" / "bench.json"
     config = {"repeats": 2, "json": Path("elsewhere")}
-    write_results(path, record, config, {"speedup": spread([2.0])})
+    write_results(path, record, config, {"swap": {"speedup": spread([2.0, 4.0]), "pair": "tp2"}})
     written = json.loads(path.read_text())
     assert written["config"] == {"repeats": 2}
-    assert written["speedup"]["num_runs"] == 1
+    assert written["swap"] == {"speedup": 3.0, "pair": "tp2"}
+    assert written["spreads"] == {"swap.speedup": spread([2.0, 4.0])}
