@@ -1,7 +1,9 @@
 """One measurement's processes: the real proxy with its store, and an engine that answers at once.
 
-The engine runs in the client's process: while the client waits for an answer it has nothing to do,
-so there are two busy processes at most and a two-core machine is not oversubscribed.
+At most two of them are busy at a time, so that two cores are enough. One call after another is
+timed with the engine in a process of its own: sender and receiver of a prompt then overlap in the
+same way with and without the proxy. Under load it runs in the client's process instead, where it
+takes no third core.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import multiprocessing
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,25 +68,56 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def running_cluster() -> AsyncIterator[Cluster]:
+async def running_cluster(*, engine_in_process: bool) -> AsyncIterator[Cluster]:
     """A fresh proxy process, store and engine until the block ends."""
-    engine = _ForgetfulEngine(chain_policy(), version=1, tokens_per_chunk=OUTPUT_TOKENS)
-    await engine.start()
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
         folder = Path(name)
         make_checkpoint(folder / "checkpoint", context_length=CONTEXT_LENGTH)
-        port = free_port()
-        arguments = (port, engine.url, folder)
-        context = multiprocessing.get_context("spawn")
-        proxy = context.Process(target=_serve_proxy, args=arguments, daemon=True)
-        proxy.start()
-        try:
-            await _wait_for(port)
-            yield Cluster(f"http://127.0.0.1:{port}", engine.url, folder, proxy.pid or 0)
-        finally:
-            proxy.terminate()
-            proxy.join(10)
-            await engine.stop()
+        async with contextlib.AsyncExitStack() as stack:
+            if engine_in_process:
+                engine_url = await stack.enter_async_context(_engine())
+            else:
+                engine_port = free_port()
+                await stack.enter_async_context(_process(_serve_engine, engine_port))
+                engine_url = f"http://127.0.0.1:{engine_port}"
+            port = free_port()
+            proxy = await stack.enter_async_context(
+                _process(_serve_proxy, port, engine_url, folder)
+            )
+            yield Cluster(f"http://127.0.0.1:{port}", engine_url, folder, proxy)
+
+
+@contextlib.asynccontextmanager
+async def _engine(port: int = 0) -> AsyncIterator[str]:
+    engine = _ForgetfulEngine(chain_policy(), version=1, tokens_per_chunk=OUTPUT_TOKENS)
+    await engine.start(port)
+    try:
+        yield engine.url
+    finally:
+        await engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def _process(serve: Callable[..., None], port: int, *arguments: object) -> AsyncIterator[int]:
+    """`serve(port, ...)` in a process of its own until the block ends; yields its id."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=serve, args=(port, *arguments), daemon=True)
+    process.start()
+    try:
+        await _wait_for(port)
+        assert process.pid is not None  # it was started
+        yield process.pid
+    finally:
+        process.terminate()
+        process.join(10)
+
+
+def _serve_engine(port: int) -> None:
+    async def main() -> None:
+        async with _engine(port):
+            await asyncio.Event().wait()
+
+    asyncio.run(main())
 
 
 class _ForgetfulEngine(ScriptedEngine):
@@ -130,4 +163,4 @@ async def _wait_for(port: int) -> None:
             if sock.connect_ex(("127.0.0.1", port)) == 0:
                 return
         await asyncio.sleep(0.05)
-    raise TimeoutError(f"the proxy does not listen on port {port} after {STARTUP_TIMEOUT_S} s")
+    raise TimeoutError(f"nothing listens on port {port} after {STARTUP_TIMEOUT_S} s")
