@@ -1,8 +1,8 @@
 """Forecast a reshard without weights: bytes per rank, the bound, staging memory and the largest
 tensors.
 
-python launch/plan.py --config configs/models/qwen3_8_2_4t_a95b.yaml --train tp8,pp8,ep64 --serve
-tp32,ep32
+python launch/plan.py --config configs/models/qwen3_8_2_4t_a95b.yaml --train tp4,pp4,ep64,etp1
+--serve tp16,ep16
 """
 
 from __future__ import annotations
@@ -12,35 +12,25 @@ import json
 import sys
 from pathlib import Path
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gyre_megatron.config.model import Architecture
-from gyre_megatron.errors import ConfigError, GyreError
+from gyre_megatron.config.loader import load_config
+from gyre_megatron.errors import GyreError
 from gyre_megatron.weights.forecast import Rates, forecast, serving_layout, training_layout
-
-
-def read_architecture(path: Path) -> Architecture:
-    """`model.architecture` of a configuration file."""
-    section = (yaml.safe_load(path.read_text()) or {}).get("model", {}).get("architecture")
-    if section is None:
-        raise ConfigError(f"{path} has no model.architecture; take a file of configs/models/")
-    return Architecture.model_validate(section)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=Path, required=True, help="a file with model.architecture")
+    parser.add_argument("--config", required=True, help="a file with model.architecture")
     parser.add_argument(
-        "--train", required=True, help="Megatron layout, e.g. tp8,pp8,ep64 (also vpp, etp, cp, dp)"
+        "--train", required=True, help="Megatron layout, e.g. tp4,pp4,ep64,etp1 (also vpp, cp, dp)"
     )
     parser.add_argument(
         "--serve",
         required=True,
-        help="SGLang layout, e.g. tp32,ep32 (dp: attention data parallelism)",
+        help="SGLang layout, e.g. tp16,ep16 (dp: attention data parallelism)",
     )
     parser.add_argument("--network-gb-per-s", type=float, default=Rates.network, help="per rank")
     parser.add_argument(
@@ -53,7 +43,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the forecast here")
     options = parser.parse_args()
     try:
-        architecture = read_architecture(options.config)
+        architecture = load_config(options.config, partial=True).config.model.shape()
         train = training_layout(architecture, options.train)
         serve = serving_layout(architecture, options.serve)
         rates = Rates(options.network_gb_per_s, options.intra_node_gb_per_s)

@@ -121,6 +121,8 @@ class SglangServer:
             "--log-level": "warning",
             "--custom-weight-loader": LOADER,
         }
+        if config.ep > 1:
+            values["--ep-size"] = config.ep
         if config.max_total_tokens is not None:
             values["--max-total-tokens"] = config.max_total_tokens
         if spec.device == "cuda":
