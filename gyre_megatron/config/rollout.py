@@ -115,10 +115,11 @@ class ProcessorConfig(Section):
     """J_max: branches chosen from one execution (the paper's default)."""
     role_priority: tuple[Role, ...] = ("main", "main_summary", "sub_agent", "sub_agent_summary")
     """Classes in the order they are drawn from; roles not listed never train."""
-    advantage: Literal["mean_std", "mean"] = "mean_std"
-    """mean_std divides by the group's standard deviation (GRPO); mean only centres (Dr. GRPO)."""
+    advantage: str = "mean_std"
+    """mean_std divides by the group's standard deviation (GRPO); mean only centres (Dr. GRPO); your own:
+    `module:function`, called with (rewards, this section)."""
     min_spread: float = Field(1e-6, gt=0)
-    """Groups whose rewards spread less than this get zero advantages."""
+    """mean_std and mean give zeros to groups whose rewards spread less than this."""
     train_truncated: bool = True
     """Whether tokens of a call cut by its token limit are trained."""
     seed: int = 0

@@ -19,6 +19,7 @@ class BatchRecord:
         micro_step_metrics: metrics of the micro-steps trained so far, summed.
         num_bins: bins that were packed.
         statuses: executions by the way they ended.
+        excluded: executions that do not count, by reason (`trajectory.fit.Reason`).
     """
 
     group_ids: list[str] = field(default_factory=list)
@@ -28,3 +29,4 @@ class BatchRecord:
     micro_step_metrics: Counter[str] = field(default_factory=Counter)
     num_bins: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
+    excluded: Counter[str] = field(default_factory=Counter)

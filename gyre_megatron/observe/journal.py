@@ -76,6 +76,7 @@ class Journal:
             "reward": sum(batch.rewards) / len(batch.rewards) if batch.rewards else None,
             "groups": batch.group_ids,
             "statuses": dict(batch.statuses),
+            "excluded": dict(batch.excluded),
             "staleness": max(batch.staleness, default=0),
             "bins": batch.num_bins,
             "micro_steps_by_cell": {
