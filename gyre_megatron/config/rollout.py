@@ -40,15 +40,19 @@ class ProxyConfig(Section):
     """Longest time one call may take, waiting for an engine included."""
     session_cache_mib: int = Field(512, gt=0)
     """Memory for the token ids of recent executions; older ones are read again from the store."""
-    tool_call_format: Literal["auto", "hermes", "qwen3_coder", "none"] = "auto"
-    """How the model writes tool calls; auto reads it off the chat template."""
+    dialects: list[str] = Field(["anthropic", "chat", "responses"], min_length=1)
+    """HTTP dialects that are served; your own is the `module:Class` of a proxy.Dialect."""
+    tool_call_format: str = "auto"
+    """How the model writes tool calls: hermes, qwen3_coder, none, your own `module:function`, or
+    auto, which reads it off the chat template."""
     chat_template_kwargs: dict[str, bool | str] = Field(default_factory=dict)
     """Extra variables of the chat template (for example enable_thinking: false)."""
     unproven_template: bool = False
     """Serve a chat template that failed the proof of incremental rendering; prompts may then differ
     from its own."""
-    harness_profile: Literal["claude_code", "codex", "mini_swe_agent", "generic"] = "generic"
-    """Rules that tell the role of a call; generic also knows the headers of the others."""
+    harness_profile: str = "generic"
+    """Rules that tell the role of a call: claude_code, codex, mini_swe_agent, your own
+    `module:function`, or generic, which also knows the headers of the others."""
 
 
 class RouterConfig(Section):
