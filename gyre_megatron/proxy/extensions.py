@@ -63,7 +63,7 @@ def _load_dialect(name: str) -> Dialect:
     if not isinstance(dialect, Dialect):
         raise ConfigError(
             f"{DIALECTS.key}: {name} made a {type(dialect).__name__}; derive it from "
-            "gyre_megatron.proxy.Dialect"
+            "Dialect, which the proxy package exports"
         )
     missing = [field for field in ("name", "paths") if not getattr(dialect, field, None)]
     if missing:
