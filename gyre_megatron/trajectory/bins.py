@@ -1,7 +1,7 @@
 """Which trajectories go into which bin: as few bins as the budget allows, their costs levelled.
 
-Pure; called by `trajectory.packing`. Invariants: a trajectory lies wholly in one bin, no bin exceeds
-the budget, equal input gives equal bins.
+Pure; called by `trajectory.packing`. Invariants: a trajectory lies wholly in one bin, no bin
+exceeds the budget, equal input gives equal bins.
 """
 
 from __future__ import annotations

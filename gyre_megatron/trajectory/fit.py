@@ -127,8 +127,8 @@ def untrainable(node: TreeNode, starts_path: bool) -> Problem | None:
     if not (temperatures > 0).all():
         return Problem(
             Reason.GREEDY_SAMPLING,
-            f"a sampling temperature of {temperatures.min()} must be positive: greedy calls have no "
-            "behaviour log-probability and cannot be trained; set rollout.sampling.temperature",
+            f"a sampling temperature of {temperatures.min()} must be positive: greedy calls have "
+            "no behaviour log-probability and cannot be trained; set rollout.sampling.temperature",
         )
     num_broken = int((~np.isfinite(node.behaviour_logprobs[node.trainable])).sum())
     if num_broken:
@@ -158,8 +158,8 @@ def _too_large(tree: ExecutionTree, ends: list[int], bounds: TrainingBounds) -> 
     if total > bounds.token_budget:
         return Problem(
             Reason.EXECUTION_TOO_LARGE,
-            f"its trajectories have {total} unique tokens, which the execution-level ratio needs in "
-            f"one bin, but training.token_budget is {bounds.token_budget}; raise "
+            f"its trajectories have {total} unique tokens, which the execution-level ratio needs "
+            f"in one bin, but training.token_budget is {bounds.token_budget}; raise "
             "training.token_budget or set training.gspo.ratio_level to 'trajectory'",
         )
     return None

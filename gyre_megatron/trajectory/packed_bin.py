@@ -1,8 +1,8 @@
 """The packed form: what a micro-step computes, as plain arrays.
 
 Made by `trajectory.packing`, sent as bytes, read by training. Invariants: nodes lie in depth-first
-order, so the subtree of a node is one interval of tokens; token k is visible to token q exactly when
-`k <= q < subtree_ends[node(k)]`.
+order, so the subtree of a node is one interval of tokens; token k is visible to token q exactly
+when `k <= q < subtree_ends[node(k)]`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Packs execution trees into bins: the micro-steps of tree training.
 
-The control plane calls `pack`, training reads the `PackedBin`s. Invariants: a trajectory lies wholly
-in one bin; an edge's weight depends on its execution and batch alone, never on the bin it landed in.
+The control plane calls `pack`, training reads the `PackedBin`s. Invariants: a trajectory lies
+wholly in one bin; an edge's weight depends on its execution and batch alone, never on the bin it
+landed in.
 """
 
 from __future__ import annotations

@@ -133,8 +133,8 @@ def _candidate(
         if not tree.trajectories and _select(execution, branches, config, None)[0].trajectories:
             problem = Problem(
                 Reason.STALE,
-                f"all of its tokens were sampled before weight version {bounds.oldest_version}, the "
-                "oldest that training.gspo.max_staleness allows",
+                f"all of its tokens were sampled before weight version {bounds.oldest_version}, "
+                "the oldest that training.gspo.max_staleness allows",
             )
     return _Candidate(
         execution_id=execution.execution_id,

@@ -130,7 +130,8 @@ class TrajectoryStore(StoreReader):
                     [(f"{group_id}.{i:02d}", group_id, i) for i in range(num_executions)],
                 )
             rows = connection.execute(
-                "SELECT execution_id, execution FROM executions WHERE group_id=? ORDER BY execution",
+                "SELECT execution_id, execution FROM executions"
+                " WHERE group_id=? ORDER BY execution",
                 (group_id,),
             )
             return added, rows.fetchall()
