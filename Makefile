@@ -10,7 +10,7 @@ SOURCES := $(wildcard csrc/cpu/*.cpp csrc/include/*.h) setup.py
 LIBRARY := gyre_megatron/.built
 TORCHRUN := torchrun --nproc-per-node 2 launch/train_gyre.py --config configs/demo_cpu.yaml
 
-.PHONY: setup build demo demo-control test test-slow clients check check-cuda bench clean
+.PHONY: setup build demo demo-control test test-slow clients check check-cuda bench dist clean
 
 setup: $(STAMP) $(LIBRARY)  ## install everything into .venv and build the extension
 
@@ -33,12 +33,12 @@ $(LIBRARY): $(STAMP) $(SOURCES)
 demo: setup  ## the main job on two CPU cores: learns, shows role switches, prints a summary line last
 	@rm -rf runs/demo
 	$(RUN) $(TORCHRUN)
-	@$(RUN) python -m gyre_megatron.observe.report runs/demo --label demo --expect rise
+	@$(RUN) python -m gyre_megatron report runs/demo --label demo --expect rise
 
 demo-control: setup  ## the same with a learning rate of 0: nothing is learnt
 	@rm -rf runs/demo-control
 	$(RUN) $(TORCHRUN) --set run.name=demo-control --set training.optimizer.lr=0
-	@$(RUN) python -m gyre_megatron.observe.report runs/demo-control --label demo-control --expect flat
+	@$(RUN) python -m gyre_megatron report runs/demo-control --label demo-control --expect flat
 
 test: setup check clients  ## checks, unit tests, multi-rank tests and end-to-end tests, but for the slow ones
 	$(RUN) python -m pytest -m "not slow $(WITHOUT_CLIENTS)"
@@ -69,5 +69,11 @@ bench: setup  ## every benchmark; results go to benchmarks/results
 	@for bench in benchmarks/bench_*.py; do \
 	  $(RUN) python $$bench --json benchmarks/results/$$(basename $$bench .py).json || exit 1; done
 
+# Without isolation: the wheel's native extension must be compiled against the torch that it will run with.
+dist: setup  ## wheel and source distribution, in dist/
+	@rm -rf dist
+	$(RUN) python -m build --no-isolation --outdir dist . > build.log 2>&1 || { tail -40 build.log; exit 1; }
+	@ls -sh dist
+
 clean:
-	rm -rf build runs $(VENV) gyre_megatron/*.so $(LIBRARY) build.log
+	rm -rf build dist runs $(VENV) gyre_megatron/*.so $(LIBRARY) build.log

@@ -10,7 +10,7 @@ import shutil
 from glob import glob
 
 import torch
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 CXX_FLAGS = [
@@ -49,9 +49,16 @@ def extension():
     )
 
 
+# configs/ stays at the root of a checkout, where people look for it, and is a part of the package in
+# a wheel. `gyre_megatron/config/shipped.py` finds it in either place.
+CONFIGS = {"gyre_megatron.configs": "configs", "gyre_megatron.configs.models": "configs/models"}
+# Namespace packages too: the stand-ins below cpu/sglang/stubs are found by path, not by import.
+PACKAGES = find_namespace_packages(include=["gyre_megatron", "gyre_megatron.*"])
+
 setup(
-    packages=find_packages(include=["gyre_megatron", "gyre_megatron.*"]),
-    package_data={"gyre_megatron": ["**/*.jinja", "**/*.yaml", "**/*.html"]},
+    packages=[*PACKAGES, *CONFIGS],
+    package_dir=CONFIGS,
+    package_data={"": ["py.typed", "*.jinja", "*.yaml", "*.html"]},
     ext_modules=[extension()] if glob("csrc/cpu/*.cpp") else [],
     cmdclass={"build_ext": BuildExtension},
 )

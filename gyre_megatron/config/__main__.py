@@ -1,4 +1,4 @@
-"""`python -m gyre_megatron.config show FILE [--set a.b=c]`: print the resolved configuration and
+"""`gyre config show FILE [--set a.b=c]`: print the resolved configuration and
 its origins."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def resolved(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gyre_megatron.config", description=__doc__)
+    parser = argparse.ArgumentParser(prog="gyre config", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="print each value with where it came from")
     show.add_argument("file")

@@ -21,6 +21,7 @@ from gyre_megatron.config.model import ModelConfig
 from gyre_megatron.config.rollout import RolloutConfig
 from gyre_megatron.config.run import RunConfig
 from gyre_megatron.config.scheduler import SchedulerConfig
+from gyre_megatron.config.shipped import find_config
 from gyre_megatron.config.sources import Values, compose, parse_override
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.config.weights import WeightsConfig
@@ -69,7 +70,7 @@ def load_config(
     """Read, compose and check a configuration file.
 
     Args:
-        path: YAML file.
+        path: YAML file, or the name of a shipped one (`demo_cpu`).
         overrides: `section.key=value` strings; the value is parsed as YAML.
         partial: accept a file that says not yet which weights are trained, such as an overlay of
             `configs/models`: enough to look at or to plan with, not to run.
@@ -79,7 +80,7 @@ def load_config(
         or range.
     """
     try:
-        values = compose(expand_user(path))
+        values = compose(find_config(expand_user(path)))
     except ValueError as error:  # ConfigError is one, with its own words
         raise error if isinstance(error, ConfigError) else ConfigError(f"{path}: {error}") from None
     for override in overrides:
@@ -153,7 +154,7 @@ def _explain(item: ErrorDetails, values: Values) -> str:
     if not key:
         return message
     known = [place for place in values.origins if place == key[: len(place)]]
-    name = ".".join(max(known, key=lambda place: len(place), default=key))
+    name = ".".join(max(known, key=len, default=key))
     if not known:  # a default, or a rule about a whole section: its message says what was found
         return f"{name}: {message}"
     quote = " (put it in quotes)" if item["type"] == "string_type" else ""

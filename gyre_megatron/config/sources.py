@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from gyre_megatron.config.base import expand_user
+from gyre_megatron.config.shipped import find_config, shipped_names
 from gyre_megatron.errors import ConfigError
 
 Key = tuple[str, ...]
@@ -69,7 +70,10 @@ def compose(path: Path, chain: tuple[Path, ...] = ()) -> Values:
     bases = _bases(document.pop("base", []), path)
     values = Values()
     for base in bases:
-        values.merge_values(compose(path.parent / base, (*chain, identity)))
+        beside = path.parent / base
+        named = find_config(base)  # a shipped file, or not there: then the one beside is named
+        found = beside if os.path.lexists(beside) or not named.exists() else named
+        values.merge_values(compose(found, (*chain, identity)))
     values.merge(document, str(path))
     return values
 
@@ -90,7 +94,9 @@ def _bases(named: Any, path: Path) -> list[Path]:
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     named_by = f" (named by base: of {chain[-1]})" if chain else ""
     if not os.path.lexists(path):
-        raise ConfigError(f"no configuration file {path}{named_by}; shipped ones are in configs/")
+        raise ConfigError(
+            f"no configuration file {path}{named_by}; shipped ones are {', '.join(shipped_names())}"
+        )
     return read_mapping(path, "a mapping of sections", named_by)
 
 

@@ -29,9 +29,7 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_no_argument_or_a_wrong_one_gives_a_usage_line_and_exit_2(arguments):
     result = launch(*arguments)
     assert result.returncode == 2
-    assert result.stderr.startswith(
-        "usage: torchrun --nproc-per-node N launch/train_gyre.py --config FILE"
-    )
+    assert result.stderr.startswith("usage: gyre train --nproc-per-node N --config FILE")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +55,7 @@ def test_starting_without_torchrun_says_how_to_start():
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 2
-    assert "start this script with torchrun" in result.stderr
+    assert "torchrun --nproc-per-node N -m gyre_megatron train --config" in result.stderr
 
 
 @pytest.mark.parametrize(

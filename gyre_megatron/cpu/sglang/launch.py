@@ -17,40 +17,22 @@ import multiprocessing
 import os
 import runpy
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from gyre_megatron.errors import VersionError
 from gyre_megatron.processes import die_with_parent
+from gyre_megatron.versions import SGLANG, require
 
-SUPPORTED_SGLANG = "0.5.23"
 STUBS = Path(__file__).parent / "stubs"
-
-
-def check_version() -> None:
-    """Refuse an SGLang that was not tested.
-
-    Raises:
-        VersionError: SGLang is missing or another version than the supported one.
-    """
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        raise VersionError(
-            f"sglang is not installed; `make setup` installs {SUPPORTED_SGLANG} (see requirements/)"
-        ) from None
-    if found != SUPPORTED_SGLANG:
-        raise VersionError(
-            f"sglang {found} is installed, {SUPPORTED_SGLANG} was expected: the server relies on "
-            "details of that "
-            "version; run `make setup`"
-        )
 
 
 def install() -> None:
     """Make `import sglang` and its server work in this process without CUDA; does nothing where
-    CUDA exists."""
-    check_version()
+    CUDA exists.
+
+    Raises:
+        VersionError: SGLang is missing, or is a version that was not tested.
+    """
+    require(SGLANG)
     import torch
 
     if torch.cuda.is_available():

@@ -1,0 +1,99 @@
+"""`gyre plan`: forecast a reshard without weights: bytes per rank, the bound, staging memory and
+the largest tensors.
+
+    gyre plan --config qwen3_8_2_4t_a95b --train tp8,pp8,ep64 --serve tp32,ep32
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gyre_megatron.config.loader import load_config
+from gyre_megatron.config.model import Architecture
+from gyre_megatron.errors import ConfigError, LayoutError, PlanError
+
+_UNPRINTED = ("largest_tensors", "ranks_planned")
+
+
+def read_architecture(name: str) -> Architecture:
+    """The model of a configuration: `model.architecture`, or the config.json of its checkpoint.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or describes no model.
+    """
+    model = load_config(name, partial=True).config.model
+    if model.architecture is not None:
+        return model.architecture
+    if model.checkpoint is not None:
+        return Architecture.from_checkpoint(model.checkpoint)
+    raise ConfigError(
+        f"{name} has neither model.architecture nor model.checkpoint; take a file of configs/models"
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        result = _forecast(options)
+    except (LayoutError, PlanError) as error:
+        raise ConfigError(f"{error}") from None  # both come from the words of the command line
+    _print(result)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    return 0
+
+
+def _forecast(options: argparse.Namespace) -> dict[str, Any]:
+    architecture = read_architecture(options.config)
+    # Only now: this imports torch, which a wrong word on the command line should not wait for.
+    from gyre_megatron.weights.forecast import Rates, forecast, serving_layout, training_layout
+
+    train = training_layout(architecture, options.train)
+    serve = serving_layout(architecture, options.serve)
+    given = dict(network=options.network_gb_per_s, intra_node=options.intra_node_gb_per_s)
+    rates = Rates(**{name: rate for name, rate in given.items() if rate is not None})
+    ranks = range(train.num_ranks) if options.all_ranks else None
+    return forecast(train, serve, rates, staging_mib=options.staging_mib, ranks=ranks)
+
+
+def _print(result: dict[str, Any]) -> None:
+    shown = {name: value for name, value in result.items() if name not in _UNPRINTED}
+    print(json.dumps(shown, indent=1))
+    for tensor in result["largest_tensors"]:
+        print(f"{tensor['bytes'] / 2**20:10.1f} MiB  {tensor['name']}  {tuple(tensor['shape'])}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gyre plan", description="Forecast a reshard of weights, without the weights."
+    )
+    parser.add_argument(
+        "--config", required=True, help="a file with model.architecture, or a shipped one's name"
+    )
+    parser.add_argument(
+        "--train",
+        default="tp1",
+        help="Megatron's layout, e.g. tp8,pp8,ep64 (also vpp, etp, cp, dp); default tp1",
+    )
+    parser.add_argument(
+        "--serve",
+        default="tp1",
+        help="SGLang's layout, e.g. tp32,ep32 (dp: attention data parallelism); default tp1",
+    )
+    parser.add_argument(
+        "--network-gb-per-s", type=float, help="of a rank; a 400 Gb/s port if not given"
+    )
+    parser.add_argument(
+        "--intra-node-gb-per-s", type=float, help="of a rank; an H200's NVLink if not given"
+    )
+    parser.add_argument("--staging-mib", type=int, default=128, help="buffers of a transport (128)")
+    parser.add_argument(
+        "--all-ranks", action="store_true", help="plan every rank instead of the extremes"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the forecast here too")
+    return parser
