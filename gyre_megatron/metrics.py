@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 registry = CollectorRegistry()
 
@@ -17,11 +17,22 @@ weight_version = Gauge(
 cell_role = Gauge(
     "gyre_cell_role", "1 for the role a cell has", ["cell", "role"], registry=registry
 )
-role_switches = Counter("gyre_role_switches", "Completed role changes of cells", registry=registry)
-rerouted_calls = Gauge(
-    "gyre_rerouted_calls", "Model calls that moved to another engine", registry=registry
-)
-lost_calls = Gauge("gyre_lost_calls", "Model calls that could not be answered", registry=registry)
+totals = {
+    "role_switches": Gauge(
+        "gyre_role_switches_total", "Completed role changes of cells", registry=registry
+    ),
+    "rerouted_calls": Gauge(
+        "gyre_rerouted_calls", "Model calls that moved to another engine", registry=registry
+    ),
+    "lost_calls": Gauge(
+        "gyre_lost_calls", "Model calls that could not be answered", registry=registry
+    ),
+    "harness_errors": Gauge(
+        "gyre_harness_errors", "Harnesses that ended with an error of their own", registry=registry
+    ),
+}
+"""Counts over the whole run. Gauges, not counters: they are set to what the timeline says, so that
+they go on where a resumed run goes on."""
 reward = Gauge("gyre_reward_mean", "Mean reward of the last step's executions", registry=registry)
 logprob_gap = Gauge(
     "gyre_logprob_gap", "Trainer vs engine log-probability difference, nats", registry=registry

@@ -1,7 +1,7 @@
 """`gyre plan`: forecast a reshard without weights: bytes per rank, the bound, staging memory and
 the largest tensors.
 
-    gyre plan --config qwen3_8_2_4t_a95b --train tp8,pp8,ep64 --serve tp32,ep32
+    gyre plan --config qwen3_8_2_4t_a95b --train tp4,pp4,ep64,etp1 --serve tp16,ep16
 """
 
 from __future__ import annotations
@@ -13,26 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from gyre_megatron.config.loader import load_config
-from gyre_megatron.config.model import Architecture
 from gyre_megatron.errors import ConfigError, LayoutError, PlanError
 
 _UNPRINTED = ("largest_tensors", "ranks_planned")
-
-
-def read_architecture(name: str) -> Architecture:
-    """The model of a configuration: `model.architecture`, or the config.json of its checkpoint.
-
-    Raises:
-        ConfigError: the configuration cannot be read, or describes no model.
-    """
-    model = load_config(name, partial=True).config.model
-    if model.architecture is not None:
-        return model.architecture
-    if model.checkpoint is not None:
-        return Architecture.from_checkpoint(model.checkpoint)
-    raise ConfigError(
-        f"{name} has neither model.architecture nor model.checkpoint; take a file of configs/models"
-    )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _forecast(options: argparse.Namespace) -> dict[str, Any]:
-    architecture = read_architecture(options.config)
+    architecture = load_config(options.config, partial=True).config.model.shape()
     # Only now: this imports torch, which a wrong word on the command line should not wait for.
     from gyre_megatron.weights.forecast import Rates, forecast, serving_layout, training_layout
 
@@ -78,12 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--train",
         default="tp1",
-        help="Megatron's layout, e.g. tp8,pp8,ep64 (also vpp, etp, cp, dp); default tp1",
+        help="Megatron's layout, e.g. tp4,pp4,ep64,etp1 (also vpp, cp, dp); default tp1",
     )
     parser.add_argument(
         "--serve",
         default="tp1",
-        help="SGLang's layout, e.g. tp32,ep32 (dp: attention data parallelism); default tp1",
+        help="SGLang's layout, e.g. tp16,ep16 (dp: attention data parallelism); default tp1",
     )
     parser.add_argument(
         "--network-gb-per-s", type=float, help="of a rank; a 400 Gb/s port if not given"

@@ -32,6 +32,8 @@ class EngineConfig(Section):
 
     tp: int | None = Field(None, ge=1)
     """Tensor-parallel size of the server; default: the number of ranks in a cell."""
+    ep: int = Field(1, ge=1)
+    """Expert-parallel ranks among them."""
     dtype: str = "bfloat16"
     context_length: int = Field(32_768, ge=64)
     """Longest sequence (prompt and answer) in tokens; longer prompts are answered with the

@@ -154,7 +154,7 @@ def _explain(item: ErrorDetails, values: Values) -> str:
     if not key:
         return message
     known = [place for place in values.origins if place == key[: len(place)]]
-    name = ".".join(max(known, key=len, default=key))
+    name = ".".join(max(known, key=lambda place: len(place), default=key))
     if not known:  # a default, or a rule about a whole section: its message says what was found
         return f"{name}: {message}"
     quote = " (put it in quotes)" if item["type"] == "string_type" else ""

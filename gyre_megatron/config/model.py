@@ -120,6 +120,11 @@ class Architecture(Section):
         """Whether decoder layer `layer` (0-based) is a Gated DeltaNet layer."""
         return self.gdn is not None and (layer + 1) % self.gdn.full_attention_interval != 0
 
+    def padded_vocab_size(self, tp: int) -> int:
+        """Rows of the embedding in training: the vocabulary padded so that tensor-parallel ranks
+        hold equal shares."""
+        return -(-self.vocab_size // tp) * tp
+
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> Architecture:
         """Read the fields of a Hugging Face `config.json`.
@@ -260,3 +265,18 @@ class ModelConfig(Section):
                 "seed); both are set"
             )
         return self
+
+    def shape(self) -> Architecture:
+        """The model's shape, from `architecture` or else from the checkpoint.
+
+        Raises:
+            ConfigError: neither is set, or the checkpoint cannot be read.
+        """
+        if self.architecture is not None:
+            return self.architecture
+        if self.checkpoint is not None:
+            return Architecture.from_checkpoint(self.checkpoint)
+        raise ConfigError(
+            "the configuration has no model.architecture and no model.checkpoint; add a file of "
+            "configs/models under base:, or name a checkpoint"
+        )

@@ -40,15 +40,19 @@ class ProxyConfig(Section):
     """Longest time one call may take, waiting for an engine included."""
     session_cache_mib: int = Field(512, gt=0)
     """Memory for the token ids of recent executions; older ones are read again from the store."""
-    tool_call_format: Literal["auto", "hermes", "qwen3_coder", "none"] = "auto"
-    """How the model writes tool calls; auto reads it off the chat template."""
+    dialects: list[str] = Field(["anthropic", "chat", "responses"], min_length=1)
+    """HTTP dialects that are served; your own is the `module:Class` of a proxy.Dialect."""
+    tool_call_format: str = "auto"
+    """How the model writes tool calls: hermes, qwen3_coder, none, your own `module:function`, or
+    auto, which reads it off the chat template."""
     chat_template_kwargs: dict[str, bool | str] = Field(default_factory=dict)
     """Extra variables of the chat template (for example enable_thinking: false)."""
     unproven_template: bool = False
     """Serve a chat template that failed the proof of incremental rendering; prompts may then differ
     from its own."""
-    harness_profile: Literal["claude_code", "codex", "mini_swe_agent", "generic"] = "generic"
-    """Rules that tell the role of a call; generic also knows the headers of the others."""
+    harness_profile: str = "generic"
+    """Rules that tell the role of a call: claude_code, codex, mini_swe_agent, your own
+    `module:function`, or generic, which also knows the headers of the others."""
 
 
 class RouterConfig(Section):
@@ -115,10 +119,11 @@ class ProcessorConfig(Section):
     """J_max: branches chosen from one execution (the paper's default)."""
     role_priority: tuple[Role, ...] = ("main", "main_summary", "sub_agent", "sub_agent_summary")
     """Classes in the order they are drawn from; roles not listed never train."""
-    advantage: Literal["mean_std", "mean"] = "mean_std"
-    """mean_std divides by the group's standard deviation (GRPO); mean only centres (Dr. GRPO)."""
+    advantage: str = "mean_std"
+    """mean_std divides by the group's standard deviation (GRPO); mean only centres (Dr. GRPO); your own:
+    `module:function`, called with (rewards, this section)."""
     min_spread: float = Field(1e-6, gt=0)
-    """Groups whose rewards spread less than this get zero advantages."""
+    """mean_std and mean give zeros to groups whose rewards spread less than this."""
     train_truncated: bool = True
     """Whether tokens of a call cut by its token limit are trained."""
     seed: int = 0

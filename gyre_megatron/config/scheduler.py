@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from gyre_megatron.config.base import Section
@@ -12,9 +10,11 @@ from gyre_megatron.config.base import Section
 class SchedulerConfig(Section):
     """When executions are dispatched and when cells change roles."""
 
-    policy: Literal["gyre", "colocate", "async"] = "gyre"
+    policy: str = "gyre"
     """gyre moves cells one by one as rollout work runs out; colocate moves all at once when a batch
-    is done; async keeps the core training and every other cell serving."""
+    is done; async keeps the core training and every other cell serving. Your own is written
+    package.module:function or path/to/file.py:function: (state, config) -> cells that should
+    train."""
     groups_per_step: int = Field(8, ge=1)
     """B: groups consumed by one optimizer step."""
     executions_per_group: int = Field(16, ge=1)

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import aiohttp
 import numpy as np
@@ -63,9 +64,19 @@ class Engine:
 
 
 class Router:
-    """Sends calls to engines and keeps them alive across moves and failures."""
+    """Sends calls to engines and keeps them alive across moves and failures.
 
-    def __init__(self, config: RouterConfig | None = None) -> None:
+    Args:
+        config: attempts, pauses and time limits.
+        on_count: called for each moved and each lost call.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig | None = None,
+        on_count: Callable[[Literal["rerouted_calls", "lost_calls"]], None] = lambda name: None,
+    ) -> None:
+        self._on_count = on_count
         self._config = config or RouterConfig()
         self._engines: dict[int, Engine] = {}
         self._order: list[int] = []
@@ -176,6 +187,7 @@ class Router:
                 failures += not leg.leaving
             except EngineRefused:
                 self.lost_calls += 1
+                self._on_count("lost_calls")
                 raise
             except EngineError:
                 if not leg.leaving:
@@ -186,9 +198,11 @@ class Router:
                 leg.gone.set()
                 self._notify()
             self.rerouted_calls += 1
+            self._on_count("rerouted_calls")
             moved = True
             if failures >= self._config.max_attempts:
                 self.lost_calls += 1
+                self._on_count("lost_calls")
                 raise EngineError(
                     f"a call was given up after {failures} engine failures, see the engines' logs"
                 )

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ class SglangServer:
             "--log-level": "warning",
             "--custom-weight-loader": LOADER,
         }
+        if config.ep > 1:
+            values["--ep-size"] = config.ep
         if config.max_total_tokens is not None:
             values["--max-total-tokens"] = config.max_total_tokens
         if spec.device == "cuda":
@@ -200,7 +203,9 @@ class SglangServer:
         """One call of the engine's native `/generate`, without streaming."""
         return self.post("/generate", body)
 
-    def post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = 120.0) -> Any:
+    def post(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 120.0
+    ) -> Any:
         """POST to the server; see EngineHttp.post.
 
         Raises:

@@ -17,8 +17,10 @@ class BatchRecord:
         tokens: token counts by fate (captured, trained, shared, context, dropped ...), summed over
             groups.
         micro_step_metrics: metrics of the micro-steps trained so far, summed.
+        micro_steps_by_cell: micro-steps that each cell trained.
         num_bins: bins that were packed.
         statuses: executions by the way they ended.
+        excluded: executions that do not count, by reason (`trajectory.fit.Reason`).
     """
 
     group_ids: list[str] = field(default_factory=list)
@@ -26,5 +28,7 @@ class BatchRecord:
     staleness: list[int] = field(default_factory=list)
     tokens: Counter[str] = field(default_factory=Counter)
     micro_step_metrics: Counter[str] = field(default_factory=Counter)
+    micro_steps_by_cell: Counter[int] = field(default_factory=Counter)
     num_bins: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
+    excluded: Counter[str] = field(default_factory=Counter)

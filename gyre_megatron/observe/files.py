@@ -1,10 +1,9 @@
 """Where a run keeps what.
 
 ```
-runs/NAME/ lock  config.json  store.db  metrics.jsonl  timeline.jsonl  control_plane.json (while
-running)
-           checkpoints/step_000010/  checkpoints/latest.json  logs/  tensorboard/  timeline.png
-           reward.png
+runs/NAME/ lock  config.json  store.db  metrics.jsonl  timeline.jsonl
+           checkpoints/step_000010/  checkpoints/latest.json  logs/  tensorboard/
+           control_plane.json (while running)  summary.json  timeline.png  reward.png
 ```
 """
 
@@ -18,6 +17,20 @@ class RunFiles:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+
+    @property
+    def lock_file(self) -> Path:
+        """Locked by the process that writes here."""
+        return self.path / "lock"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def summary_file(self) -> Path:
+        """Written once, at the end of a run that went well."""
+        return self.path / "summary.json"
 
     @property
     def store_file(self) -> Path:
@@ -40,5 +53,9 @@ class RunFiles:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
     def log_file(self, name: str) -> Path:
-        return self.path / "logs" / f"{name}.log"
+        return self.logs / f"{name}.log"

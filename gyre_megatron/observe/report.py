@@ -1,38 +1,73 @@
-"""The end of a run, from its files: a table, timeline.png, reward.png, and one line that sums it
-up.
+"""What a run came to, or has come to so far, from its files: a table, timeline.png, reward.png, and
+one line that sums it up.
 
     gyre report runs/NAME [--expect rise|flat]
 
-With `--expect` the exit status says whether the run learnt (1 if it did not do as expected).
+Reads a run that has ended well, one that is running and one that crashed alike, and says which it
+is. With `--expect` the exit status says whether a run that ended well learnt (1 if it did not do as
+expected, or has not ended).
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from gyre_megatron.errors import RunDirectoryError
-from gyre_megatron.observe.progress import ROLE_STYLES
+from gyre_megatron.errors import GyreError, RunDirectoryError
+from gyre_megatron.observe.files import RunFiles
+from gyre_megatron.observe.journal import summarize
+from gyre_megatron.observe.json_lines import read_lines
+from gyre_megatron.observe.plots import draw
+from gyre_megatron.observe.timeline import TOTALS, totals_of
 
 MIN_RISE = 0.2
 MIN_RATIO = 2.0
 
+_SUMMARY_NAMES = ("steps", "reward_first5", "reward_last5", *TOTALS)
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file, up to a last line that was cut short."""
-    records = []
-    for line in file.read_text().splitlines():
+
+class RunEnd(StrEnum):
+    """How far a run is."""
+
+    WELL = "ended well"
+    RUNNING = "is still running; the figures are those so far"
+    EARLY = "has not ended well (it crashed or was stopped); the figures are those it got to"
+
+
+def end_of(files: RunFiles) -> RunEnd:
+    """Whether the run has ended.
+
+    Raises:
+        RunDirectoryError: this is no run directory.
+    """
+    known = (files.config_file, files.metrics_file, files.timeline_file)
+    if not any(file.is_file() for file in known):
+        raise RunDirectoryError(
+            f"{files.path} is no run directory: it has no config.json, metrics.jsonl or "
+            "timeline.jsonl; name a directory such as runs/NAME"
+        )
+    if _is_locked(files.lock_file):
+        return RunEnd.RUNNING
+    return RunEnd.WELL if files.summary_file.is_file() else RunEnd.EARLY
+
+
+def _is_locked(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open() as lock:
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
@@ -51,130 +86,31 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
         table.add_column(name, justify="right")
     stride = max(len(records) // 10, 1)
     for record in records[::stride]:
+        by_cell = record.get("micro_steps_by_cell", {})
         table.add_row(
-            str(record["step"]),
-            "-" if record["reward"] is None else f"{record['reward']:.3f}",
-            f"{record['seconds']:.1f}",
-            " ".join(f"{cell}:{count}" for cell, count in record["micro_steps_by_cell"].items()),
-            str(record["tokens"].get("trained", 0)),
-            f"{record['logprob_gap']:.1e}",
-            f"{record['publish_seconds']:.2f}",
+            str(record.get("step", "-")),
+            _number(record.get("reward"), ".3f"),
+            _number(record.get("seconds"), ".1f"),
+            " ".join(f"{cell}:{count}" for cell, count in by_cell.items()),
+            str(record.get("tokens", {}).get("trained", 0)),
+            _number(record.get("logprob_gap"), ".1e"),
+            _number(record.get("publish_seconds"), ".2f"),
         )
     console.print(table)
 
 
-def draw_reward(records: list[dict[str, Any]], file: Path) -> None:
-    """Mean reward of the executions of each step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    scored = [
-        (record["step"], record["reward"]) for record in records if record["reward"] is not None
-    ]
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    axes.plot(*zip(*scored, strict=True), marker="o", markersize=3) if scored else None
-    axes.set(
-        xlabel="step",
-        ylabel="mean reward",
-        ylim=(0, 1.02),
-        title="Reward of the work left in the workspace",
-    )
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
-
-
-def draw_timeline(events: list[dict[str, Any]], file: Path, window_s: float = 90.0) -> None:
-    """Gantt of the cells' roles with the waterlevel under it, for the last `window_s` seconds of
-    the run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
-    end = events[-1]["time"] if events else 0.0
-    start = max(events[0]["time"] if events else 0.0, end - window_s)
-    cells = sorted({event["cell"] for event in events if "cell" in event})
-    figure, (gantt, level) = pyplot.subplots(
-        2,
-        1,
-        sharex=True,
-        figsize=(11, 2.2 + 0.5 * len(cells)),
-        height_ratios=[max(len(cells), 1), 2],
-    )
-    for cell in cells:
-        changes = [event for event in events if event.get("cell") == cell]
-        ends = [event["time"] for event in changes[1:]] + [end]
-        for change, until in zip(changes, ends, strict=True):
-            if until > start:
-                begin = max(change["time"], start)
-                gantt.barh(
-                    cell,
-                    until - begin,
-                    left=begin - start,
-                    color=ROLE_COLOURS[change["role"]],
-                    height=0.7,
-                )
-    gantt.set(
-        yticks=cells, yticklabels=[f"cell {cell}" for cell in cells], xlim=(0, max(end - start, 1))
-    )
-    gantt.invert_yaxis()
-    gantt.legend(
-        handles=[Patch(color=c, label=r) for r, c in ROLE_COLOURS.items()],
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
-        ncol=4,
-        frameon=False,
-    )
-    levels = [
-        (event["time"] - start, event["waterlevel"]) for event in events if "waterlevel" in event
-    ]
-    shown = [(time, value) for time, value in levels if time >= 0]
-    if shown:
-        level.step(*zip(*shown, strict=True), where="post")
-    level.set(
-        xlabel=f"seconds (last {end - start:.0f} s of the run)",
-        ylabel="waterlevel",
-        xlim=(0, max(end - start, 1)),
-    )
-    level.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
-
-
-ROLE_COLOURS = dict(zip(ROLE_STYLES, ("#4c9ed9", "#e8c33c", "#4caf6d", "#e09a3c"), strict=True))
-
-
-def draw(run: Path) -> list[Path]:
-    """Write timeline.png and reward.png of a run; returns their paths."""
-    reward, timeline = run / "reward.png", run / "timeline.png"
-    draw_reward(read_lines(run / "metrics.jsonl"), reward)
-    draw_timeline(read_lines(run / "timeline.jsonl"), timeline)
-    return [timeline, reward]
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def summary_line(label: str, summary: dict[str, Any]) -> str:
     """The run in one line."""
-    names = (
-        "steps",
-        "reward_first5",
-        "reward_last5",
-        "role_switches",
-        "rerouted_calls",
-        "lost_calls",
-        "harness_errors",
-    )
     values = (
         f"{summary[name]:.4f}" if name.startswith("reward") else str(summary[name])
-        for name in names
+        for name in _SUMMARY_NAMES
     )
     return f"{label}: " + " ".join(
-        f"{name}={value}" for name, value in zip(names, values, strict=True)
+        f"{name}={value}" for name, value in zip(_SUMMARY_NAMES, values, strict=True)
     )
 
 
@@ -185,36 +121,60 @@ def learnt(summary: dict[str, Any]) -> bool:
     return last >= MIN_RATIO * first and last - first >= MIN_RISE
 
 
+def _summary(files: RunFiles, records: list[dict[str, Any]], end: RunEnd) -> dict[str, Any]:
+    """The run's own summary where it wrote one, else what its records say."""
+    if end is RunEnd.WELL:
+        try:
+            summary = json.loads(files.summary_file.read_text())
+        except ValueError:
+            summary = {}
+        if isinstance(summary, dict) and all(name in summary for name in _SUMMARY_NAMES):
+            return summary
+    return summarize(records, totals_of(read_lines(files.timeline_file)))
+
+
 def main(argv: list[str] | None = None) -> int:
+    """Print and draw the report of a run; returns the exit status (2: it cannot be made)."""
     parser = argparse.ArgumentParser(prog="gyre report", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument(
         "--expect", choices=("rise", "flat"), help="fail unless the reward rose, or stayed flat"
     )
     parser.add_argument("--label", default="run", help="first word of the summary line")
     arguments = parser.parse_args(argv)
-    summary_file = arguments.run / "summary.json"
-    if not summary_file.is_file():
-        error = RunDirectoryError(
-            f"{summary_file} does not exist: the run has not ended well, or this is no run "
-            "directory"
-        )
+    try:
+        return _report(RunFiles(arguments.run), arguments.expect, arguments.label)
+    except (GyreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    summary = json.loads(summary_file.read_text())
-    console = Console()
-    print_table(read_lines(arguments.run / "metrics.jsonl"), console)
-    for file in draw(arguments.run):
+
+
+def _report(files: RunFiles, expect: str | None, label: str) -> int:
+    end = end_of(files)
+    records = read_lines(files.metrics_file)
+    summary = _summary(files, records, end)
+    print_table(records, Console())
+    for file in draw(files):
         print(f"wrote {file}")
-    as_expected = arguments.expect is None or learnt(summary) == (arguments.expect == "rise")
-    if not as_expected:
-        print(
-            "error: the reward was expected to "
-            f"{'rise' if arguments.expect == 'rise' else 'stay flat'}",
-            file=sys.stderr,
-        )
-    print(summary_line(arguments.label, summary))
-    return 0 if as_expected else 1
+    if end is not RunEnd.WELL:
+        print(f"{files.path} {end}")
+    problem = _unexpected(summary, end, expect)
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+    print(summary_line(label, summary))
+    return 1 if problem else 0
+
+
+def _unexpected(summary: dict[str, Any], end: RunEnd, expect: str | None) -> str:
+    """Why the run is not as expected; empty if it is, or nothing was."""
+    if expect is None:
+        return ""
+    if end is not RunEnd.WELL:
+        return f"the run {end}; --expect judges a run that has ended well"
+    if learnt(summary) == (expect == "rise"):
+        return ""
+    return f"the reward was expected to {'rise' if expect == 'rise' else 'stay flat'}"
 
 
 if __name__ == "__main__":

@@ -1,25 +1,30 @@
-"""Which role a call plays, by declarative rules per harness.
+"""Which role a call plays in its execution, by declarative rules per harness.
 
 Rules read headers, the request's structure and short markers. The first rule that matches decides;
 a call that none matches is `main`. Auxiliary calls (titles, classifiers, quota probes) never train.
+A profile of your own is a function of (request, headers), named under
+`rollout.proxy.harness_profile` as `module:function`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gyre_megatron.errors import ConfigError
+from gyre_megatron.extensions import ExtensionPoint
 from gyre_megatron.text.conversation import CallRequest
 
-MAIN, MAIN_SUMMARY, SUB_AGENT, SUB_AGENT_SUMMARY, AUXILIARY = (
-    "main",
-    "main_summary",
-    "sub_agent",
-    "sub_agent_summary",
-    "auxiliary",
-)
+MAIN = "main"
+MAIN_SUMMARY = "main_summary"
+SUB_AGENT = "sub_agent"
+SUB_AGENT_SUMMARY = "sub_agent_summary"
+AUXILIARY = "auxiliary"
+CALL_ROLES = (MAIN, MAIN_SUMMARY, SUB_AGENT, SUB_AGENT_SUMMARY, AUXILIARY)
+
+CallRoleProfile = Callable[[CallRequest, Mapping[str, str]], str]
 
 
 @dataclass(frozen=True)
@@ -153,17 +158,39 @@ PROFILES: dict[str, Profile] = {
 }
 
 
+CALL_ROLE_PROFILES: ExtensionPoint[CallRoleProfile] = ExtensionPoint(
+    key="rollout.proxy.harness_profile",
+    parameters=("request", "headers"),
+    builtin={name: profile.role_of for name, profile in PROFILES.items()},
+    returns=" | ".join(CALL_ROLES),
+)
+
+
+def call_role_of(profile: CallRoleProfile, request: CallRequest, headers: Mapping[str, str]) -> str:
+    """The role that a profile gives to a call.
+
+    Args:
+        headers: Names are lower case.
+
+    Raises:
+        ConfigError: a profile of somebody's own gave what is no role.
+    """
+    role = profile(request, headers)
+    if role not in CALL_ROLES:
+        raise ConfigError(
+            f"{CALL_ROLE_PROFILES.key} gave a call the role {role!r}; expected one of "
+            f"{', '.join(CALL_ROLES)}"
+        )
+    return role
+
+
 def _any(marks: tuple[Mark, ...], request: CallRequest, headers: Mapping[str, str]) -> bool:
     return any(mark.matches(request, headers) for mark in marks)
 
 
 def _raw_system(request: CallRequest) -> str:
     """System text as sent, attribution lines included: they carry marks."""
-    system = request.body.get("system") or request.body.get("instructions") or ""
-    if isinstance(system, list):
-        return "\n".join(str(block.get("text", "")) for block in system if isinstance(block, dict))
-    if system:
-        return str(system)
-    return "\n".join(
-        message["content"] for message in request.messages[:1] if message["role"] == "system"
-    )
+    if request.system_text:
+        return request.system_text
+    leading = request.messages[:1]
+    return "".join(message["content"] for message in leading if message["role"] == "system")

@@ -1,75 +1,104 @@
 """The batch of the step in progress: finished groups are admitted one by one, while others still
 run.
 
-Invariant: each edge's loss weight is fixed when its group is admitted (1 / trained tokens of its
-execution / executions of the batch), so the step does not depend on how micro-steps were packed or
-who took them.
+Invariant: each edge's loss weight is fixed when its group is admitted (`trajectory.admission`), so
+the step does not depend on how micro-steps were packed or who took them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import asdict
 
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.observe.batch_record import BatchRecord
 from gyre_megatron.runtime.micro_steps import MicroStepQueue
-from gyre_megatron.trajectory.packing import pack
+from gyre_megatron.trajectory.admission import pack_group
+from gyre_megatron.trajectory.fit import TrainingBounds
+from gyre_megatron.trajectory.packing import DEFAULT_LINEAR_COST
 from gyre_megatron.trajectory.processor import ProcessedGroup, process_group
 from gyre_megatron.trajectory.store import TrajectoryStore
 
+log = logging.getLogger(__name__)
+
 
 class BatchBuilder:
-    """Turns finished groups into micro-steps."""
+    """Turns finished groups into micro-steps.
+
+    Args:
+        store: where groups and their calls are.
+        config: processor, packing and objective.
+        micro_steps: where micro-steps are put.
+        bins_per_micro_step: data-parallel replicas of a cell; each takes one bin.
+    """
 
     def __init__(
-        self, store: TrajectoryStore, config: GyreConfig, micro_steps: MicroStepQueue, cell_dp: int
+        self,
+        store: TrajectoryStore,
+        config: GyreConfig,
+        micro_steps: MicroStepQueue,
+        bins_per_micro_step: int,
     ) -> None:
         self._store = store
         self._config = config
         self._micro_steps = micro_steps
-        self._bins_per_micro_step = cell_dp
-        self.batch = BatchRecord()
+        self._bins_per_micro_step = bins_per_micro_step
+        self.record = BatchRecord()
 
-    def ready_groups(self) -> list[str]:
-        """Finished groups that no step has trained or admitted, earliest finish first."""
-        return [
-            group for group in self._store.finished_groups() if group not in self.batch.group_ids
-        ]
+    @property
+    def num_admitted(self) -> int:
+        """Groups of the step in progress."""
+        return len(self.record.group_ids)
 
-    async def admit(self, group_id: str, weight_version: int) -> None:
-        """Process, pack and queue one finished group.
+    @property
+    def num_ready(self) -> int:
+        """Finished groups that no step has trained or admitted."""
+        return len(self._store.finished_groups()) - self.num_admitted
+
+    async def admit_next(self, weight_version: int) -> None:
+        """Process, pack and queue the ready group that finished first.
 
         Args:
             weight_version: version that is being trained, for the staleness of the group.
         """
-        processed, bins = await asyncio.to_thread(self._process, group_id)
-        outcomes = [record.outcome for record in self._store.executions(group_id=group_id)]
-        self.batch.group_ids.append(group_id)
-        self.batch.rewards += processed.rewards.values()
-        self.batch.statuses.update(outcome.status for outcome in outcomes if outcome is not None)
-        self.batch.staleness.append(weight_version - self._store.group(group_id).weight_version)
-        self.batch.tokens.update(asdict(processed.conservation))
-        self.batch.num_bins += len(bins)
+        admitted = set(self.record.group_ids)
+        group_id = next(g for g in self._store.finished_groups() if g not in admitted)
+        # In a thread: a group of long executions takes a second, and the loop streams calls.
+        processed, bins = await asyncio.to_thread(self._process, group_id, weight_version)
+        # No await from here on: the group counts as admitted together with its micro-steps, or the
+        # step could look complete between the two.
+        self._account(group_id, processed, weight_version)
+        self.record.num_bins += len(bins)
         size = self._bins_per_micro_step
         self._micro_steps.put([bins[i : i + size] for i in range(0, len(bins), size)])
 
-    def _process(self, group_id: str) -> tuple[ProcessedGroup, list[bytes]]:
-        scheduler, training = self._config.scheduler, self._config.training
-        processed = process_group(self._store, group_id, self._config.rollout.processor)
-        trees = [tree for tree in processed.trees if tree.advantage != 0.0 and tree.trajectories]
-        bins = pack(
-            trees,
-            training.token_budget,
-            scheduler.groups_per_step * scheduler.executions_per_group,
-            denominator=training.gspo.denominator,
-            constant_length=training.gspo.constant_length,
-            keep_executions_whole=training.gspo.ratio_level == "execution",
-        )
+    def _account(self, group_id: str, processed: ProcessedGroup, weight_version: int) -> None:
+        record = self.record
+        record.group_ids.append(group_id)
+        record.rewards += processed.rewards.values()
+        record.statuses.update(processed.statuses)
+        record.excluded.update(execution.problem.reason for execution in processed.excluded)
+        record.staleness.append(weight_version - self._store.weight_version(group_id))
+        record.tokens.update(asdict(processed.conservation))
+
+    def _process(self, group_id: str, weight_version: int) -> tuple[ProcessedGroup, list[bytes]]:
+        training = self._config.training
+        bounds = TrainingBounds.of(training, weight_version)
+        processed = process_group(self._store, group_id, self._config.rollout.processor, bounds)
+        for excluded in processed.excluded:
+            log.warning("group %s: %s", group_id, excluded)
+        groups_per_step = self._config.scheduler.groups_per_step
+        bins = pack_group(processed, training, groups_per_step, DEFAULT_LINEAR_COST)
         return processed, [packed.to_bytes() for packed in bins]
+
+    def micro_step_trained(self, cell: int, metrics: dict[str, float]) -> None:
+        """A cell trained one of the micro-steps."""
+        self.record.micro_steps_by_cell[cell] += 1
+        self.record.micro_step_metrics.update(metrics)
 
     def next_step(self) -> BatchRecord:
         """End the step in progress: returns its batch and starts an empty one."""
-        finished, self.batch = self.batch, BatchRecord()
-        self._micro_steps.start_step()
+        finished = self.record
+        self.record = BatchRecord()
         return finished

@@ -8,17 +8,30 @@ version of the last order that set them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.engines.server import SglangServer
 from gyre_megatron.errors import CellError, GyreError
-from gyre_megatron.runtime import protocol
 from gyre_megatron.runtime.control_client import ControlClient
 from gyre_megatron.runtime.parity import ParityCheck
+from gyre_megatron.runtime.protocol import Envelope, Report, envelope_decoder
+from gyre_megatron.runtime.run_directory import RunDirectory
+from gyre_megatron.scheduler.orders import (
+    CellOrder,
+    Checkpoint,
+    FinishStep,
+    Leave,
+    MicroStep,
+    Publish,
+    Return,
+    Stop,
+    Sync,
+    Wait,
+)
 from gyre_megatron.training import Trainer
 from gyre_megatron.trajectory.packing import PackedBin
 from gyre_megatron.weights.cell_sync import CellWeightSync
@@ -28,12 +41,43 @@ from gyre_megatron.weights.process_groups import CrossCellGroups
 Metrics = dict[str, float]
 
 
+@dataclass(frozen=True)
+class CellParts:
+    """What one rank of a cell works with.
+
+    Attributes:
+        trainer: this rank's Megatron trainer.
+        weight_sync: installs the cell's training weights into its engine.
+        groups: process groups to the same position of other cells.
+        parity: compares trainer and engine.
+        directory: where the run's checkpoints are.
+        weights: chunk size and time limit of the chain of cells.
+        server: the cell's SGLang server; None on ranks that do not lead their cell.
+        client: connection to the control plane; None on ranks that do not lead their cell.
+    """
+
+    trainer: Trainer
+    weight_sync: CellWeightSync
+    groups: CrossCellGroups
+    parity: ParityCheck
+    directory: RunDirectory
+    weights: WeightsConfig
+    server: SglangServer | None
+    client: ControlClient | None
+
+
 def take_core_weights(
-    trainer: Trainer, groups: CrossCellGroups, prefix: int, config: WeightsConfig
+    trainer: Trainer, groups: CrossCellGroups, cells: Sequence[int], config: WeightsConfig
 ) -> None:
-    """Bring the trainers of cells 0..prefix-1 to the core's weights, down the chain of cells."""
+    """Bring the trainers of `cells` to the core's weights, down the chain of cells; called by the
+    core and all of them."""
     chain_broadcast(
-        trainer.parameter_buffers(), groups, prefix, config.chunk_mib << 20, config.timeout_s
+        trainer.parameter_buffers(),
+        groups,
+        max(cells, default=0) + 1,
+        config.chunk_mib << 20,
+        config.timeout_s,
+        chain=(0, *cells),
     )
     trainer.weights_changed()
 
@@ -42,136 +86,143 @@ class CellAgent:
     """Carries out the control plane's orders on one rank.
 
     Args:
-        trainer: this rank's Megatron trainer.
-        weight_sync: installs the cell's training weights into its engine.
-        groups: process groups to the same position of other cells.
-        server: the cell's SGLang server; None on ranks that do not lead their cell.
-        client: connection to the control plane; None on ranks that do not lead their cell.
-        parity: compares trainer and engine.
-        weights: chunk size and time limit of the chain of cells.
+        parts: trainer, engine and connections.
         version: weight version that trainer and engine start from.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        weight_sync: CellWeightSync,
-        groups: CrossCellGroups,
-        server: SglangServer | None,
-        client: ControlClient | None,
-        parity: ParityCheck,
-        weights: WeightsConfig,
-        version: int,
-    ) -> None:
-        self.trainer = trainer
-        self.weight_sync = weight_sync
-        self.groups = groups
-        self.server = server
-        self.client = client
-        self.parity = parity
-        self.weights = weights
+    def __init__(self, parts: CellParts, version: int) -> None:
+        self._parts = parts
         self.version = version
         self.engine_version: int | None = version
-        self._handlers: dict[type, Callable[[Any], Metrics]] = {
-            protocol.Join: self._join,
-            protocol.Sync: self._sync,
-            protocol.MicroStep: self._micro_step,
-            protocol.FinishStep: self._finish_step,
-            protocol.Publish: self._publish,
-            protocol.Serve: self._serve,
-            protocol.Checkpoint: self._checkpoint,
-        }
 
     @property
-    def is_core(self) -> bool:
-        return self.groups.cell == 0
+    def cell(self) -> int:
+        return self._parts.groups.cell
 
     def run(self) -> str:
         """Carry out orders until told to stop; returns the reason, empty after a run that went
         well."""
         while True:
-            order = self._next_order()
-            if isinstance(order, protocol.Stop):
-                return order.reason
-            if not isinstance(order, protocol.Wait):
-                self._carry_out(order)
+            envelope = self._next_order()
+            if isinstance(envelope.order, Stop):
+                return envelope.order.reason
+            if not isinstance(envelope.order, Wait):
+                self._answer(envelope)
 
-    def _next_order(self) -> protocol.CellOrder:
-        if self.server is not None:
-            self.server.check_alive()
-        message = [self.client.next_order() if self.client is not None else b""]
+    def _next_order(self) -> Envelope:
+        server, client = self._parts.server, self._parts.client
+        if server is not None:
+            server.check_alive()
+        message = [client.next_order() if client is not None else b""]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(message, src=0)
-        return protocol.order_decoder.decode(message[0])
+        return envelope_decoder.decode(message[0])
 
-    def _carry_out(self, order: Any) -> None:
+    def _answer(self, envelope: Envelope) -> None:
         started = time.monotonic()
+        metrics: Metrics = {}
+        error = ""
         try:
-            metrics, error = self._handlers[type(order)](order), ""
+            metrics = self.carry_out(envelope.order)
         except GyreError as failure:
-            metrics, error = {}, f"{type(failure).__name__}: {failure}"
-        if self.client is not None:
-            self.client.report(
-                protocol.Report(order.order_id, metrics, time.monotonic() - started, error)
-            )
+            error = f"{type(failure).__name__}: {failure}"
+        if self._parts.client is not None:
+            seconds = time.monotonic() - started
+            self._parts.client.report(Report(envelope.order_id, metrics, seconds, error))
         if error:
-            raise CellError(
-                f"cell {self.groups.cell} could not carry out {type(order).__name__}: {error}"
-            )
+            name = type(envelope.order).__name__
+            raise CellError(f"cell {self.cell} could not carry out {name}: {error}")
 
-    def _join(self, order: protocol.Join) -> Metrics:
-        if self.server is not None:
-            self.server.offload()
+    def carry_out(self, order: CellOrder) -> Metrics:
+        """Do what `order` says; returns numbers for the report.
+
+        Raises:
+            GyreError: it could not be done.
+        """
+        match order:
+            case MicroStep(bins):
+                return self._parts.trainer.micro_step([PackedBin.from_bytes(data) for data in bins])
+            case Leave():
+                return self._leave()
+            case Sync():
+                return self._sync(order)
+            case FinishStep():
+                return self._finish_step(order)
+            case Publish():
+                return self._publish(order)
+            case Return():
+                return self._return(order)
+            case Checkpoint():
+                return self._checkpoint(order)
+        raise CellError(f"cell {self.cell} does not know the order {type(order).__name__}")
+
+    # roles ------------------------------
+
+    def _leave(self) -> Metrics:
+        if self._parts.server is not None:
+            self._parts.server.offload()
         self.engine_version = None  # what released memory held is gone
         dist.barrier()  # nobody allocates before the engine's memory is free
-        self.trainer.begin_batch(self.version)
+        self._parts.trainer.begin_batch(self.version)
         return {}
 
-    def _sync(self, order: protocol.Sync) -> Metrics:
-        self._take_core_weights(order.version, order.prefix)
-        self.trainer.begin_batch(self.version)
-        return {}
-
-    def _micro_step(self, order: protocol.MicroStep) -> Metrics:
-        return self.trainer.micro_step([PackedBin.from_bytes(data) for data in order.bins])
-
-    def _finish_step(self, order: protocol.FinishStep) -> Metrics:
-        metrics: Metrics = {}
-        if not order.skip:
-            self.trainer.finish_gradients()
-            for buffer in self.trainer.gradient_buffers():
-                self.groups.reduce_to_core(buffer, order.prefix)
-        if self.is_core:
-            if not order.skip:
-                metrics = self.trainer.optimizer_step()
-            self.version = order.step
-        self.trainer.begin_batch(self.version)
-        return metrics
-
-    def _publish(self, order: protocol.Publish) -> Metrics:
-        self._take_core_weights(order.version, self.groups.topology.num_cells)
-        return self.install(order.version) if order.install else {}
-
-    def _serve(self, order: protocol.Serve) -> Metrics:
-        if self.server is not None:
-            self.server.onload()
-        dist.barrier()
+    def _return(self, order: Return) -> Metrics:
+        if self._parts.server is not None:
+            self._parts.server.onload()
+        dist.barrier()  # nobody writes into the engine before its memory is back
         return self.install(order.version)
 
     def install(self, version: int) -> Metrics:
-        """Put the trainer's weights into the engine and measure how well the two agree."""
+        """Put the trainer's weights into the engine and measure how well the two agree.
+
+        Raises:
+            CellError: the trainer holds another version.
+            TransferError: the engine still serves the version it served before.
+        """
         if self.version != version:
             raise CellError(
                 f"the trainer holds version {self.version}, version {version} was to be installed"
             )
-        self.weight_sync.publish(version)
+        self._parts.weight_sync.publish(version)
         self.engine_version = version
-        return {"logprob_gap": self.parity.measure(self.trainer, self.server)}
+        return self.measure_parity()
 
-    def _take_core_weights(self, version: int, prefix: int) -> None:
-        take_core_weights(self.trainer, self.groups, prefix, self.weights)
+    def measure_parity(self) -> Metrics:
+        """The largest difference between trainer and engine, in nats."""
+        parts = self._parts
+        return {"logprob_gap": parts.parity.measure(parts.trainer, parts.server)}
+
+    # steps and weights ------------------------------
+
+    def _sync(self, order: Sync) -> Metrics:
+        self._take_core_weights(order.version, order.cells)
+        self._parts.trainer.begin_batch(self.version)
+        return {}
+
+    def _finish_step(self, order: FinishStep) -> Metrics:
+        parts = self._parts
+        metrics: Metrics = {}
+        if not order.skip:
+            parts.trainer.finish_gradients()
+            for buffer in parts.trainer.gradient_buffers():
+                parts.groups.reduce_to_core(buffer, order.prefix)
+        if self.cell == 0:
+            if not order.skip:
+                metrics = parts.trainer.optimizer_step()
+            self.version = order.step
+        parts.trainer.begin_batch(self.version)
+        return metrics
+
+    def _publish(self, order: Publish) -> Metrics:
+        self._take_core_weights(order.version, range(1, self._parts.groups.topology.num_cells))
+        return self.install(order.version) if self.cell in order.install_in else {}
+
+    def _take_core_weights(self, version: int, cells: Sequence[int]) -> None:
+        parts = self._parts
+        take_core_weights(parts.trainer, parts.groups, cells, parts.weights)
         self.version = version
 
-    def _checkpoint(self, order: protocol.Checkpoint) -> Metrics:
-        self.trainer.save_checkpoint(order.directory)
+    def _checkpoint(self, order: Checkpoint) -> Metrics:
+        directory = self._parts.directory.staging_of(order.step)
+        self._parts.trainer.save_checkpoint(directory)
         return {}

@@ -37,24 +37,28 @@ def add_cell_routes(app: FastAPI, control: ControlPlane, token: str) -> None:
     @app.post("/cells/{cell}/register")
     async def register(cell: int, request: Request) -> Response:
         check(request)
-        control.cells.register(cell, msgspec.msgpack.decode(await request.body(), type=Register))
+        control.parts.cells.register(
+            cell, msgspec.msgpack.decode(await request.body(), type=Register)
+        )
         return Response(status_code=204)
 
     @app.post("/cells/{cell}/next")
     async def next_order(cell: int, request: Request) -> Response:
         check(request)
-        return Response(await control.cells.next_order(cell), media_type="application/msgpack")
+        return Response(
+            await control.parts.cells.next_order(cell), media_type="application/msgpack"
+        )
 
     @app.post("/cells/{cell}/report")
     async def report(cell: int, request: Request) -> Response:
         check(request)
-        await control.cells.report(cell, msgspec.msgpack.decode(await request.body(), type=Report))
+        control.parts.cells.report(cell, msgspec.msgpack.decode(await request.body(), type=Report))
         return Response(status_code=204)
 
     @app.post("/cells/{cell}/fail")
     async def fail(cell: int, request: Request) -> Response:
         check(request)
-        control.cells.fail(f"cell {cell}: {(await request.body()).decode(errors='replace')}")
+        control.parts.cells.fail(f"cell {cell}: {(await request.body()).decode(errors='replace')}")
         return Response(status_code=204)
 
     @app.get("/status")
@@ -64,6 +68,4 @@ def add_cell_routes(app: FastAPI, control: ControlPlane, token: str) -> None:
     @app.get("/metrics")
     async def prometheus() -> Response:
         metrics.running.set(control.executions.num_running)
-        metrics.rerouted_calls.set(control.router.rerouted_calls)
-        metrics.lost_calls.set(control.router.lost_calls)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import requests
 
 from gyre_megatron.errors import CellError
-from gyre_megatron.runtime.protocol import Register, Report
+from gyre_megatron.runtime.protocol import Register, Report, encode
 
 CONTROL_TOKEN_HEADER = "x-gyre-control-token"
 
@@ -30,15 +29,15 @@ class ControlClient:
 
     def register(self, registration: Register) -> None:
         """Tell the control plane that the cell is ready."""
-        self._post("register", msgspec.msgpack.encode(registration), timeout_s=30)
+        self._post("register", encode(registration), timeout_s=30)
 
     def next_order(self) -> bytes:
-        """The next order, encoded; `Wait` if there was none for a while."""
+        """The next order in its envelope, encoded; `Wait` if there was none for a while."""
         return self._post("next", b"", timeout_s=self._poll_s + 30)
 
     def report(self, report: Report) -> None:
         """Tell the control plane how an order went."""
-        self._post("report", msgspec.msgpack.encode(report), timeout_s=30)
+        self._post("report", encode(report), timeout_s=30)
 
     def fail(self, message: str) -> None:
         """Tell the control plane that this cell ends, and why."""
@@ -53,7 +52,6 @@ class ControlClient:
         except requests.RequestException as error:
             raise CellError(
                 f"cell {self.cell} lost the control plane at {self.url} ({action}): {error}; if "
-                "its process ended, its "
-                "log is control_plane.log in the run directory"
+                "its process ended, it has said why in the output of the job"
             ) from error
         return response.content

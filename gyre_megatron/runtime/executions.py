@@ -1,7 +1,8 @@
-"""Keeps as many executions running as the serving cells have room for.
+"""The executions whose harness runs now.
 
 One asyncio task per running execution; all state that matters is in the store, so a restarted
-control plane goes on from there. Invariant: an execution is finished in the store exactly once.
+control plane goes on from there. The scheduler says how many to start. Invariant: an execution is
+finished in the store exactly once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+from gyre_megatron.errors import StoreError
 from gyre_megatron.harness.runner import HarnessContext, run_execution
+from gyre_megatron.observe.timeline import TotalName
 from gyre_megatron.trajectory.records import Outcome
 
 
@@ -19,34 +22,44 @@ class ExecutionPool:
 
     Args:
         context: store, tasks and configuration that executions share.
-        room: how many executions may run now.
-        on_change: called after each finish.
+        count: called with "harness_errors" for each harness that failed by itself.
+        on_change: called after each end.
     """
 
     def __init__(
-        self, context: HarnessContext, room: Callable[[], int], on_change: Callable[[], None]
+        self,
+        context: HarnessContext,
+        count: Callable[[TotalName], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._context = context
-        self._room = room
+        self._count = count
         self._on_change = on_change
         self._running: dict[str, asyncio.Task[Outcome]] = {}
         self._failures: list[BaseException] = []
-        self.harness_errors = 0
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
-    def start_queued(self) -> None:
-        """Start queued executions while there is room."""
-        room = min(self._room(), self._context.config.harness.max_concurrent) - len(self._running)
-        if room <= 0:
-            return
-        queued = self._context.store.executions(states=["queued"])
-        for execution in [e for e in queued if e.execution_id not in self._running][:room]:
-            task = asyncio.create_task(run_execution(self._context, execution.execution_id))
-            self._running[execution.execution_id] = task
-            task.add_done_callback(partial(self._ended, execution.execution_id))
+    def start(self, num_executions: int) -> None:
+        """Start the executions that have waited longest.
+
+        Raises:
+            StoreError: fewer are queued.
+        """
+        # An execution stays queued in the store until its task has run for the first time, so the
+        # first ones may be on their way already.
+        queued = self._context.store.queued(limit=num_executions + self.num_running)
+        waiting = [execution_id for execution_id in queued if execution_id not in self._running]
+        if len(waiting) < num_executions:
+            raise StoreError(
+                f"{num_executions} executions were to be started, {len(waiting)} are queued"
+            )
+        for execution_id in waiting[:num_executions]:
+            task = asyncio.create_task(run_execution(self._context, execution_id))
+            self._running[execution_id] = task
+            task.add_done_callback(partial(self._ended, execution_id))
 
     def raise_failures(self) -> None:
         """Re-raise what no outcome stands for: a broken store or task, never a failed rollout."""
@@ -69,5 +82,6 @@ class ExecutionPool:
             self._failures.append(failure)
         else:
             harness = task.result().detail.get("harness", {})
-            self.harness_errors += harness.get("ended_by") == "exit" and harness.get("code") != 0
+            if harness.get("ended_by") == "exit" and harness.get("code") != 0:
+                self._count("harness_errors")
         self._on_change()

@@ -6,7 +6,7 @@ is waiting, claimed by exactly one cell, or done; the order of admission is the 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 
 from gyre_megatron.errors import CellError
@@ -19,21 +19,18 @@ class MicroStepQueue:
         self._waiting: deque[list[bytes]] = deque()
         self._claimed: dict[int, int] = {}
         self._next_claim = 0
-        self.done_by_cell: Counter[int] = Counter()
-        self.total = 0
 
     def put(self, micro_steps: Iterable[list[bytes]]) -> None:
         """Add micro-steps of the step in progress."""
-        for bins in micro_steps:
-            self._waiting.append(bins)
-            self.total += 1
+        self._waiting.extend(micro_steps)
 
     def claim(self, cell: int) -> tuple[int, list[bytes]] | None:
         """Give the oldest waiting micro-step to `cell`: (claim number, bins), or None if none
         waits."""
         if not self._waiting:
             return None
-        claim, self._next_claim = self._next_claim, self._next_claim + 1
+        claim = self._next_claim
+        self._next_claim += 1
         self._claimed[claim] = cell
         return claim, self._waiting.popleft()
 
@@ -46,14 +43,8 @@ class MicroStepQueue:
         if self._claimed.get(claim) != cell:
             raise CellError(f"cell {cell} reported micro-step {claim}, which it did not claim")
         del self._claimed[claim]
-        self.done_by_cell[cell] += 1
 
     @property
     def num_open(self) -> int:
         """Micro-steps waiting or claimed."""
         return len(self._waiting) + len(self._claimed)
-
-    def start_step(self) -> None:
-        """Forget the counts of the step that ended."""
-        self.done_by_cell.clear()
-        self.total = 0

@@ -1,87 +1,27 @@
-"""What the control plane and the cells say to each other: MessagePack structs over HTTP on the
-control plane.
+"""What the control plane and the cells say to each other: MessagePack over HTTP on the control
+plane.
 
 A cell's leader asks `POST /cells/{cell}/next` for one order at a time, its cell carries it out, and
-the leader answers with `POST /cells/{cell}/report`. Cells never decide anything.
+the leader answers with `POST /cells/{cell}/report`. The orders themselves are the scheduler's
+(`scheduler.orders`); this module adds what travel needs. Invariant: an id is given to one order of
+one cell, once in a run of the control plane, so a report can be told from its repetition.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-
-class Join(msgspec.Struct, tag=True):
-    """Leave rollout: give the engine's memory to the trainer and zero the gradients for `step`."""
-
-    order_id: int
-    step: int
+from gyre_megatron.scheduler.orders import CellOrder
 
 
-class Sync(msgspec.Struct, tag=True):
-    """Take the core's weights into the trainer; carried out by cells 0..prefix-1 together."""
+class Envelope(msgspec.Struct, frozen=True):
+    """An order on its way to a cell."""
 
     order_id: int
-    prefix: int
-    version: int
+    order: CellOrder
 
 
-class MicroStep(msgspec.Struct, tag=True):
-    """Run forward and backward on these bins (`PackedBin.to_bytes`) and keep the gradients."""
-
-    order_id: int
-    bins: list[bytes]
-
-
-class FinishStep(msgspec.Struct, tag=True):
-    """Reduce gradients over cells 0..prefix-1 to the core, which steps its optimizer unless
-    `skip`."""
-
-    order_id: int
-    step: int
-    prefix: int
-    skip: bool
-    """Every advantage of the batch was zero: no gradient exists, and Adam's momentum alone must not
-    move weights."""
-
-
-class Publish(msgspec.Struct, tag=True):
-    """Take the core's weights into every trainer; cells that serve install them in their engine in
-    place."""
-
-    order_id: int
-    version: int
-    install: bool
-
-
-class Serve(msgspec.Struct, tag=True):
-    """Return to rollout: the engine takes its memory back and the trainer's current weights."""
-
-    order_id: int
-    version: int
-
-
-class Checkpoint(msgspec.Struct, tag=True):
-    """Write model and optimizer of the core cell below `directory`."""
-
-    order_id: int
-    directory: str
-
-
-class Stop(msgspec.Struct, tag=True):
-    """End the cell; `reason` is empty after a run that went well."""
-
-    order_id: int
-    reason: str
-
-
-class Wait(msgspec.Struct, tag=True):
-    """Nothing to do yet; ask again."""
-
-
-CellOrder = Join | Sync | MicroStep | FinishStep | Publish | Serve | Checkpoint | Stop | Wait
-
-
-class Register(msgspec.Struct):
+class Register(msgspec.Struct, frozen=True):
     """A cell that is ready to serve.
 
     Attributes:
@@ -95,7 +35,7 @@ class Register(msgspec.Struct):
     logprob_gap: float
 
 
-class Report(msgspec.Struct):
+class Report(msgspec.Struct, frozen=True):
     """An order was carried out, or failed with `error`.
 
     Attributes:
@@ -110,4 +50,27 @@ class Report(msgspec.Struct):
     error: str = ""
 
 
-order_decoder = msgspec.msgpack.Decoder(CellOrder)
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 to all ranks: the control plane is up.
+
+    Attributes:
+        url, token: where it listens, and what cells show it.
+        step: optimizer steps in the checkpoint that the run goes on from; 0 for a new run.
+        checkpoint: the model's Hugging Face directory.
+    """
+
+    url: str
+    token: str
+    step: int
+    checkpoint: str
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 to all ranks: the run does not start."""
+
+    message: str
+
+
+encode = msgspec.msgpack.encode
+envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+start_decoder = msgspec.msgpack.Decoder(Started | StartFailed)

@@ -23,12 +23,12 @@ from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.engines.server import ServerSpec, SglangServer
 from gyre_megatron.errors import CellError, ConfigError, GyreError
 from gyre_megatron.extensions import ExtensionPoint
-from gyre_megatron.runtime.cell_agent import CellAgent, take_core_weights
+from gyre_megatron.runtime.cell_agent import CellAgent, CellParts, take_core_weights
 from gyre_megatron.runtime.checks import check_architecture, check_layout
 from gyre_megatron.runtime.control_client import ControlClient
 from gyre_megatron.runtime.control_process import ControlProcess
 from gyre_megatron.runtime.parity import ParityCheck
-from gyre_megatron.runtime.protocol import Register
+from gyre_megatron.runtime.protocol import Register, Started, StartFailed, encode, start_decoder
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.training import Trainer
 from gyre_megatron.weights.cell_sync import CellWeightSync
@@ -38,6 +38,10 @@ from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
 TINY_MODEL_MAKERS: ExtensionPoint = ExtensionPoint(
     "model.tiny.maker", parameters=("config", "path"), returns="the checkpoint's directory"
 )
+
+
+_START_KEY = "gyre/start"
+"""Where rank 0 leaves `Started` or `StartFailed` for everybody."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +86,15 @@ def run_rank(config: GyreConfig, config_arguments: list[str], resume: bool) -> N
     try:
         if rank == 0:
             control = _start_control_plane(config, config_arguments, resume, place)
-        url, token, step, checkpoint = _agree_on_start(place, config.cluster.start_timeout_s)
-        client = ControlClient(url, token, place.cell, config.cluster.order_poll_s)
-        reason = _run_cell(config, place, client, step, Path(checkpoint))
+        started = _agree_on_start(place, config.cluster.start_timeout_s)
+        reason = _run_cell(config, place, started)
         if reason:
             raise CellError(reason)
         if control is not None:
             control.wait()
     except GyreError as error:
-        store.set("gyre/start", f"error\n{error}")
+        # Ranks that wait for rank 0 end with its message; to those that have started it is nothing.
+        store.set(_START_KEY, encode(StartFailed(str(error))))
         raise
     finally:
         if control is not None:
@@ -111,8 +115,9 @@ def _start_control_plane(
     )
     endpoint = control.wait_until_ready(config.cluster.start_timeout_s)
     latest = directory.latest_checkpoint() if resume else None
-    values = (endpoint.url, endpoint.token, str(latest.step if latest else 0), str(checkpoint))
-    place.store.set("gyre/start", "\n".join(values))
+    step = latest.step if latest else 0
+    started = Started(endpoint.url, endpoint.token, step, str(checkpoint))
+    place.store.set(_START_KEY, encode(started))
     return control
 
 
@@ -126,28 +131,29 @@ def resolve_checkpoint(config: GyreConfig) -> Path:
     return make(config.model.tiny, Path(config.run.root).resolve() / "models" / f"tiny-{digest}")
 
 
-def _agree_on_start(place: RankPlace, timeout_s: float) -> tuple[str, str, int, str]:
-    place.store.wait(["gyre/start"], timedelta(seconds=timeout_s))
-    first, *rest = place.store.get("gyre/start").decode().split("\n")
-    if first == "error":
-        raise CellError("\n".join(rest))
-    token, step, checkpoint = rest
-    return first, token, int(step), checkpoint
+def _agree_on_start(place: RankPlace, timeout_s: float) -> Started:
+    place.store.wait([_START_KEY], timedelta(seconds=timeout_s))
+    message = start_decoder.decode(place.store.get(_START_KEY))
+    if isinstance(message, StartFailed):
+        raise CellError(message.message)
+    return message
 
 
-def _run_cell(
-    config: GyreConfig, place: RankPlace, client: ControlClient, step: int, checkpoint: Path
-) -> str:
+def _run_cell(config: GyreConfig, place: RankPlace, started: Started) -> str:
     """Start engine and trainer, register, follow orders; returns the reason for the stop."""
     directory = RunDirectory(Path(config.run.root) / config.run.name)
+    client = ControlClient(started.url, started.token, place.cell, config.cluster.order_poll_s)
     server = None
     try:
-        server = _start_server(config, place, directory, checkpoint) if place.is_leader else None
-        agent = _make_agent(config, place, client, directory, checkpoint, server, step)
+        if place.is_leader:
+            server = _start_server(config, place, directory, Path(started.checkpoint))
+        # The engine loads its weights while this process builds its model.
+        parts = _build_parts(config, place, started, client, server)
+        agent = CellAgent(parts, started.step)
         if server is not None:
             server.wait_until_ready()
         dist.barrier()
-        _register(agent, client, server, step)
+        _register(agent, parts, started.step)
         return agent.run()
     except GyreError as error:
         client.fail(f"rank {place.rank}: {type(error).__name__}: {error}")
@@ -193,45 +199,54 @@ def _start_server(
     return server
 
 
-def _make_agent(
+def _build_parts(
     config: GyreConfig,
     place: RankPlace,
+    started: Started,
     client: ControlClient,
-    directory: RunDirectory,
-    checkpoint: Path,
     server: SglangServer | None,
-    step: int,
-) -> CellAgent:
-    timeout = timedelta(seconds=config.cluster.collective_timeout_s)
-    cell_store = dist.PrefixStore(f"gyre/cell{place.cell}", place.store)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    position = place.topology.position_of(place.rank)
-    ranks = place.topology.ranks_per_cell
-    dist.init_process_group(
-        backend, store=cell_store, rank=position, world_size=ranks, timeout=timeout
-    )
-    groups = CrossCellGroups(place.store, place.topology, place.rank, timeout)
+) -> CellParts:
+    """Build this rank's trainer and connections; collective over the job."""
+    groups = _connect(config, place)
+    checkpoint = Path(started.checkpoint)
     architecture = Architecture.from_checkpoint(checkpoint)
+    directory = RunDirectory(Path(config.run.root) / config.run.name)
     trainer = Trainer(config.training, architecture, checkpoint, with_optimizer=place.cell == 0)
-    if step > 0:
+    if started.step > 0:
         _restore(trainer, groups, directory, config.weights)
-    engine = ServingEngine(server, config.engine.tp or ranks, LOADER) if server else None
+    engine_tp = config.engine.tp or place.topology.ranks_per_cell
+    engine = ServingEngine(server, engine_tp, LOADER) if server else None
     weight_sync = CellWeightSync(
         trainer.model_chunks, architecture, trainer.parallel_rank(), engine, config.weights
     )
     parity = ParityCheck(config.run.parity_sequences, architecture.vocab_size, config.run.seed)
-    return CellAgent(
-        trainer,
-        weight_sync,
-        groups,
-        server,
-        client if place.is_leader else None,
-        parity,
-        config.weights,
-        step,
+    return CellParts(
+        trainer=trainer,
+        weight_sync=weight_sync,
+        groups=groups,
+        parity=parity,
+        directory=directory,
+        weights=config.weights,
+        server=server,
+        client=client if place.is_leader else None,
     )
+
+
+def _connect(config: GyreConfig, place: RankPlace) -> CrossCellGroups:
+    """Make the cell's own world and the groups to other cells."""
+    timeout = timedelta(seconds=config.cluster.collective_timeout_s)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"gyre/cell{place.cell}", place.store),
+        rank=place.topology.position_of(place.rank),
+        world_size=place.topology.ranks_per_cell,
+        timeout=timeout,
+    )
+    return CrossCellGroups(place.store, place.topology, place.rank, timeout)
 
 
 def _restore(
@@ -245,18 +260,13 @@ def _restore(
                 f"the checkpoint in {directory.checkpoints} disappeared while the run was starting"
             )
         trainer.load_checkpoint(latest.directory)
-    take_core_weights(trainer, groups, groups.topology.num_cells, weights)
+    take_core_weights(trainer, groups, range(1, groups.topology.num_cells), weights)
 
 
-def _register(
-    agent: CellAgent, client: ControlClient, server: SglangServer | None, step: int
-) -> None:
+def _register(agent: CellAgent, parts: CellParts, step: int) -> None:
     """Bring the engine to the trainer's weights where a checkpoint moved them, then announce the
     cell."""
-    gap = (
-        agent.install(step)["logprob_gap"]
-        if step > 0
-        else agent.parity.measure(agent.trainer, server)
-    )
-    if server is not None:
-        client.register(Register(engine_url=server.url, version=step, logprob_gap=gap))
+    metrics = agent.install(step) if step > 0 else agent.measure_parity()
+    if parts.client is not None and parts.server is not None:
+        gap = metrics["logprob_gap"]
+        parts.client.register(Register(parts.server.url, version=step, logprob_gap=gap))

@@ -44,8 +44,14 @@ class RunDirectory(RunFiles):
             raise RunDirectoryError(
                 f"nothing to resume in {self.path}: it holds no run; start without --resume"
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock_file = (self.path / "lock").open("w")
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self._lock_file = self.lock_file.open("w")
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self.path} cannot be written ({error.strerror}: {error.filename}); set run.root "
+                "to a directory that can"
+            ) from None
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -58,27 +64,36 @@ class RunDirectory(RunFiles):
                 f"{self.path} holds a run already; continue it with --resume, or set run.name to "
                 "another name"
             )
-        self.log_file("x").parent.mkdir(exist_ok=True)
 
-    def write_json(self, path: Path, value: Any) -> None:
-        """Write a JSON file so that readers see the old content or the new, never half of it."""
+    def write_json(self, path: Path, value: Any, *, private: bool = False) -> None:
+        """Write a JSON file so that readers see the old content or the new, never half of it.
+
+        Args:
+            private: only the user who runs this may read it.
+        """
         staging = path.with_suffix(path.suffix + ".part")
+        staging.unlink(missing_ok=True)  # an older one could have other permissions
+        staging.touch(mode=0o600 if private else 0o666, exist_ok=False)
         with staging.open("w") as file:
             json.dump(value, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
         os.replace(staging, path)
 
-    def staging_for(self, step: int) -> Path:
-        """Where the checkpoint of `step` is written before it counts; emptied first."""
-        staging = self.checkpoints / f"step_{step:06d}.part"
+    def staging_of(self, step: int) -> Path:
+        """Where the checkpoint of `step` is written before it counts."""
+        return self.checkpoints / f"step_{step:06d}.part"
+
+    def make_staging(self, step: int) -> Path:
+        """Make `staging_of(step)`, empty."""
+        staging = self.staging_of(step)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         return staging
 
     def commit_checkpoint(self, step: int, state: dict[str, Any], keep: int) -> Path:
         """Make the staged checkpoint of `step` the latest and drop all but the `keep` newest."""
-        staging = self.checkpoints / f"step_{step:06d}.part"
+        staging = self.staging_of(step)
         final = self.checkpoints / f"step_{step:06d}"
         self.write_json(staging / "state.json", state | {"step": step})
         shutil.rmtree(final, ignore_errors=True)

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -23,80 +24,128 @@ from fastapi import FastAPI
 from gyre_megatron.config.loader import GyreConfig, load_config
 from gyre_megatron.engines.router import Router
 from gyre_megatron.errors import ConfigError, GyreError, RunDirectoryError
-from gyre_megatron.harness.runner import end_orphaned_harnesses
+from gyre_megatron.harness.runner import HarnessContext, end_orphaned_harnesses
 from gyre_megatron.harness.tasks import TaskSet
-from gyre_megatron.observe import report
+from gyre_megatron.observe import plots
 from gyre_megatron.observe.journal import Journal
 from gyre_megatron.processes import die_with_parent
 from gyre_megatron.proxy.app import create_proxy_app
+from gyre_megatron.runtime.actions import RunParts
+from gyre_megatron.runtime.batch import BatchBuilder
+from gyre_megatron.runtime.cell_board import CellBoard
 from gyre_megatron.runtime.cell_routes import add_cell_routes
 from gyre_megatron.runtime.control_plane import ControlPlane
+from gyre_megatron.runtime.executions import ExecutionPool
+from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.runtime.run_directory import RunDirectory
+from gyre_megatron.runtime.run_state import RunState
 from gyre_megatron.text.renderer import Renderer
 from gyre_megatron.trajectory.store import TrajectoryStore
 
 CELLS_END_S = 15.0
 
 
-async def serve(config: GyreConfig, checkpoint: Path, ranks_per_cell: int, resume: bool) -> None:
+@dataclass(frozen=True)
+class ServiceSpec:
+    """What the control plane's process is started with.
+
+    Attributes:
+        checkpoint: the model's Hugging Face directory, for the tokenizer.
+        ranks_per_cell: ranks in a cell.
+        resume: go on with the run in the run directory.
+    """
+
+    config: GyreConfig
+    checkpoint: Path
+    ranks_per_cell: int
+    resume: bool
+
+
+async def serve(spec: ServiceSpec) -> None:
     """Run the control plane until the run ends or fails.
 
     Raises:
         GyreError: the run failed; every cell has been told to stop.
     """
+    config = spec.config
     directory = RunDirectory(Path(config.run.root) / config.run.name)
-    directory.open(resume)
+    directory.open(spec.resume)
     listener = _listen(config.cluster.host, config.cluster.port)
-    latest = directory.latest_checkpoint() if resume else None
-    trained_steps = latest.step if latest else 0
-    directory.write_json(directory.path / "config.json", config.model_dump(mode="json"))
-    store = TrajectoryStore(directory.store_file)
-    journal = Journal(directory, config.run.num_steps, trained_steps, config.run.tensorboard)
-    router = Router(config.rollout.router)
-    try:
-        if resume:
-            end_orphaned_harnesses(store)
-            store.rollback_to_step(trained_steps)
-            store.requeue_running()
-        renderer = Renderer.from_checkpoint(checkpoint, config.rollout.proxy)
-        if config.rollout.harness.tasks is None:
-            raise ConfigError(
-                "rollout.harness.tasks is not set: name a directory of tasks (each a task.yaml)"
-            )
-        tasks = TaskSet.load(config.rollout.harness.tasks)
-        url = f"http://{config.cluster.host}:{listener.getsockname()[1]}"
-        app = create_proxy_app(store, router, renderer, config.rollout)
-        control = ControlPlane(
-            config,
-            directory,
-            store,
-            router,
-            tasks,
-            journal,
-            ranks_per_cell,
-            trained_steps,
-            base_url=url,
-        )
+    url = f"http://{config.cluster.host}:{listener.getsockname()[1]}"
+    async with contextlib.AsyncExitStack() as closing:
+        control, app = _compose(spec, directory, url, closing)
+        control.check()
         token = secrets.token_urlsafe(24)
         add_cell_routes(app, control, token)
         async with _http_server(app, listener):
-            directory.write_json(
-                directory.endpoint_file, {"url": url, "token": token, "pid": os.getpid()}
-            )
+            endpoint = {"url": url, "token": token, "pid": os.getpid()}
+            directory.write_json(directory.endpoint_file, endpoint, private=True)
+            closing.callback(directory.endpoint_file.unlink, missing_ok=True)
             print(
                 f"run {directory.path}: status at {url}/status; waiting for "
-                f"{config.cluster.num_cells} cells to start "
-                "their SGLang servers and Megatron trainers",
+                f"{config.cluster.num_cells} cells to start their SGLang servers and Megatron "
+                "trainers",
                 flush=True,
             )
             await _run_to_the_end(control)
-        directory.write_json(directory.path / "summary.json", journal.summary(control.status()))
-    finally:
-        directory.endpoint_file.unlink(missing_ok=True)
-        await router.close()
-        journal.close()
-        store.close()
-    await asyncio.to_thread(report.draw, directory.path)
+        directory.write_json(directory.summary_file, control.parts.journal.summary())
+    await asyncio.to_thread(plots.draw, directory)
+
+
+def _compose(
+    spec: ServiceSpec, directory: RunDirectory, url: str, closing: contextlib.AsyncExitStack
+) -> tuple[ControlPlane, FastAPI]:
+    """Build every part of the run and connect them.
+
+    Args:
+        url: where harnesses and cells reach the control plane.
+        closing: what must be closed at the end is added here.
+    """
+    config = spec.config
+    # Whatever a user can get wrong is read before the store exists: a run that never began must
+    # not look like one that can be resumed.
+    renderer = Renderer.from_checkpoint(spec.checkpoint, config.rollout.proxy)
+    tasks = _load_tasks(config)
+    latest = directory.latest_checkpoint() if spec.resume else None
+    trained_steps = latest.step if latest else 0
+    store = TrajectoryStore(directory.store_file)
+    closing.callback(store.close)
+    directory.summary_file.unlink(missing_ok=True)  # that of the run which is resumed
+    directory.write_json(directory.config_file, config.model_dump(mode="json"))
+    if spec.resume:
+        # Orphans first: a harness of the old process must not call on behalf of an execution that
+        # is queued again.
+        end_orphaned_harnesses(store)
+        store.rollback_to_step(trained_steps)
+        store.requeue_running()
+    journal = Journal(directory, config.run.num_steps, trained_steps, config.run.tensorboard)
+    closing.callback(journal.close)
+    router = Router(config.rollout.router, on_count=journal.timeline.count)
+    closing.push_async_callback(router.close)
+    changed = asyncio.Event()
+    run = RunState.at_start(config.cluster.num_cells, trained_steps)
+    micro_steps = MicroStepQueue()
+    replicas = spec.ranks_per_cell // config.training.min_ranks
+    batch = BatchBuilder(store, config, micro_steps, bins_per_micro_step=replicas)
+
+    def micro_step_trained(cell: int, metrics: dict[str, float]) -> None:
+        batch.micro_step_trained(cell, metrics)
+        changed.set()
+
+    cells = CellBoard(run, micro_steps, config.cluster, micro_step_trained)
+    context = HarnessContext(store, tasks, config.rollout, url)
+    executions = ExecutionPool(context, journal.timeline.count, on_change=changed.set)
+    parts = RunParts(config, run, directory, store, tasks, router, cells, batch, journal)
+    control = ControlPlane(parts, executions, micro_steps, changed)
+    return control, create_proxy_app(store, router, renderer, config.rollout)
+
+
+def _load_tasks(config: GyreConfig) -> TaskSet:
+    if config.rollout.harness.tasks is None:
+        raise ConfigError(
+            "rollout.harness.tasks is not set: name a directory of tasks (each a task.yaml)"
+        )
+    return TaskSet.load(config.rollout.harness.tasks)
 
 
 async def _run_to_the_end(control: ControlPlane) -> None:
@@ -107,9 +156,8 @@ async def _run_to_the_end(control: ControlPlane) -> None:
         reason = str(error) or type(error).__name__
         raise
     finally:
-        await control.executions.stop()
-        await control.cells.stop(reason)
-        await control.cells.all_told(CELLS_END_S)
+        await control.stop(reason)
+        await control.parts.cells.all_told(CELLS_END_S)
 
 
 class _Server(uvicorn.Server):
@@ -167,7 +215,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         config = load_config(arguments.config, arguments.overrides).config
-        asyncio.run(serve(config, arguments.checkpoint, arguments.ranks_per_cell, arguments.resume))
+        spec = ServiceSpec(config, arguments.checkpoint, arguments.ranks_per_cell, arguments.resume)
+        asyncio.run(serve(spec))
     except GyreError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

@@ -1,26 +1,11 @@
-"""The waterlevel scheduler: pure decisions on plain values."""
+"""The waterlevel scheduler: pure decisions on plain values.
 
-from gyre_megatron.scheduler.orders import (
-    Dispatch,
-    Finish,
-    FinishStep,
-    Leave,
-    Order,
-    Publish,
-    Return,
-)
-from gyre_megatron.scheduler.policy import decide
-from gyre_megatron.scheduler.state import Role, SchedulerState
+`decide` is what the control plane asks; `orders` is the vocabulary that it, the control plane and
+the cells share; `policies` holds what can be exchanged.
+"""
 
-__all__ = [
-    "Dispatch",
-    "Finish",
-    "FinishStep",
-    "Leave",
-    "Order",
-    "Publish",
-    "Return",
-    "Role",
-    "SchedulerState",
-    "decide",
-]
+from gyre_megatron.scheduler.decide import decide
+from gyre_megatron.scheduler.policies import POLICIES, Policy
+from gyre_megatron.scheduler.state import CellRole, SchedulerState
+
+__all__ = ["POLICIES", "CellRole", "Policy", "SchedulerState", "decide"]

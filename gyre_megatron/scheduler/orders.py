@@ -1,49 +1,118 @@
-"""What the scheduler can decide. One decision is a tuple of these; the runtime carries them out in
-order."""
+"""The one vocabulary of orders: what the scheduler decides, the control plane carries out and cells
+are sent.
+
+An order that concerns cells travels to them as it was decided, inside the envelope of
+`runtime.protocol`, which adds the id. Invariant: an order says all that its receiver must know; no
+receiver looks anything up or decides.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True)
-class Dispatch:
+class _Order(msgspec.Struct, frozen=True, tag=True):
+    """A plain value that can be compared, hashed and sent."""
+
+
+# What the control plane does by itself ------------------------------
+
+
+class Dispatch(_Order):
     """Create `num_groups` more groups of executions."""
 
     num_groups: int
 
 
-@dataclass(frozen=True)
-class Leave:
-    """Move `cell` from rollout to training: re-route its calls, release its engine, join the
-    running step."""
+class Start(_Order):
+    """Start the harnesses of the `num_executions` executions that have waited longest."""
 
-    cell: int
+    num_executions: int
 
 
-@dataclass(frozen=True)
-class Return:
-    """Move `cell` from training to rollout: take the current weights, serve again."""
+class Admit(_Order):
+    """Pack the `num_groups` groups that finished first into micro-steps of the step in progress."""
 
-    cell: int
-
-
-@dataclass(frozen=True)
-class FinishStep:
-    """Reduce the gradients of the training prefix to the core, which steps the optimizer."""
-
-    prefix: int
-    """Number of cells that train, always cells 0..prefix-1."""
+    num_groups: int
 
 
-@dataclass(frozen=True)
-class Publish:
-    """Send the core's weights to every cell; engines that serve install them in place."""
-
-
-@dataclass(frozen=True)
-class Finish:
+class Finish(_Order):
     """The run is over."""
 
 
-Order = Dispatch | Leave | Return | FinishStep | Publish | Finish
+# What cells are sent ------------------------------
+
+
+class Leave(_Order):
+    """`cell` moves from rollout to training: its calls go elsewhere, its engine's memory goes to
+    the trainer, its gradients are zeroed."""
+
+    cell: int
+
+
+class Return(_Order):
+    """`cell` moves from training to rollout: its engine takes its memory back and the weights of
+    `version`, which the trainer holds."""
+
+    cell: int
+    version: int
+
+
+class Sync(_Order):
+    """The trainers of `cells` take the core's weights in the middle of a burst and zero their
+    gradients; the core sends, and its own gradients stay."""
+
+    cells: tuple[int, ...]
+    version: int
+
+
+class FinishStep(_Order):
+    """Reduce the gradients of the training prefix to the core, which steps the optimizer."""
+
+    step: int
+    prefix: int
+    """Number of cells that train, always cells 0..prefix-1."""
+    skip: bool
+    """The batch has no bins: no gradient exists, and Adam's momentum alone must not move
+    weights."""
+
+
+class Publish(_Order):
+    """Send the core's weights, now `version`, to every trainer; the engines of `install_in` take
+    them in place while they serve."""
+
+    version: int
+    install_in: tuple[int, ...]
+
+
+class Checkpoint(_Order):
+    """Write model and optimizer of the core after `step` steps."""
+
+    step: int
+
+
+class MicroStep(_Order):
+    """Run forward and backward on these bins (`PackedBin.to_bytes`) and keep the gradients. Not
+    decided: a cell that trains claims the next one when it has nothing else to do."""
+
+    bins: tuple[bytes, ...]
+
+
+class Wait(_Order):
+    """Nothing to do yet; ask again."""
+
+
+class Stop(_Order):
+    """End the cell; `reason` is empty after a run that went well."""
+
+    reason: str
+
+
+SerialOrder = Leave | Return | Sync | FinishStep | Publish | Checkpoint
+"""Orders that take time and of which one is carried out at a time."""
+
+Order = Dispatch | Start | Admit | Finish | SerialOrder
+"""What `decide` can return."""
+
+CellOrder = SerialOrder | MicroStep | Wait | Stop
+"""What a cell can be sent."""

@@ -1,9 +1,9 @@
-"""What the scheduler knows: cell roles, the three counters and the batch in training. Plain values,
-no I/O.
+"""What the scheduler knows: roles and weights of the cells, the three counters, the batch in
+training.
 
-The runtime builds a `SchedulerState` from its components before each decision; the simulator from
-its events. Counters are cumulative executions of the whole run: dispatched d(t), started p(t),
-finished f(t); the waterlevel is w(t) = d(t) - f(t).
+The runtime builds a `SchedulerState` from its components before each decision; a simulator from its
+events. Counters are cumulative executions of the whole run: dispatched d(t), started p(t), finished
+f(t); the waterlevel is w(t) = d(t) - f(t). Plain values, no I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gyre_megatron.config.scheduler import SchedulerConfig
 from gyre_megatron.errors import PolicyError
 
 
-class Role(StrEnum):
+class CellRole(StrEnum):
     """What a cell does, and the two transitions between."""
 
     ROLLOUT = "rollout"
@@ -40,9 +40,19 @@ class SchedulerState:
         ready_groups: finished groups that no step has consumed or admitted yet.
         admitted_groups: groups admitted to the step in progress.
         open_micro_steps: micro-steps of the step in progress that are waiting or running.
+        batch_has_bins: whether the groups admitted so far gave anything to train.
+        running: executions whose harness runs now; None counts every started one that has not
+            finished (which a resumed run cannot, since it starts some a second time).
+        max_running: harnesses that the control plane's machine runs at once; None sets no limit.
+        cell_versions: weight version of each cell's trainer; None: all hold `trained_steps`.
+        checkpointed_steps: steps in the latest checkpoint; 0 if there is none.
+        checkpoint_interval: steps between checkpoints; 0 saves at the end of the run only.
+        admitting: whether groups are being admitted at this moment.
+        busy: whether a serial order (role change, sync, step, publication, checkpoint) is being
+            carried out at this moment.
     """
 
-    roles: tuple[Role, ...]
+    roles: tuple[CellRole, ...]
     dispatched: int
     started: int
     finished: int
@@ -52,6 +62,14 @@ class SchedulerState:
     ready_groups: int
     admitted_groups: int
     open_micro_steps: int
+    batch_has_bins: bool = True
+    running: int | None = None
+    max_running: int | None = None
+    cell_versions: tuple[int, ...] | None = None
+    checkpointed_steps: int = 0
+    checkpoint_interval: int = 0
+    admitting: bool = False
+    busy: bool = False
 
     def __post_init__(self) -> None:
         if not self.dispatched >= self.started >= self.finished >= 0:
@@ -66,6 +84,13 @@ class SchedulerState:
             )
         if not self.roles:
             raise PolicyError("a state needs at least one cell")
+        if self.cell_versions is not None and len(self.cell_versions) != len(self.roles):
+            raise PolicyError(
+                f"a state needs one weight version for each of its {len(self.roles)} cells, found "
+                f"{len(self.cell_versions)}"
+            )
+
+    # rollout ------------------------------
 
     @property
     def waterlevel(self) -> int:
@@ -73,30 +98,65 @@ class SchedulerState:
         return self.dispatched - self.finished
 
     @property
+    def num_running(self) -> int:
+        """Executions whose harness runs now."""
+        return self.started - self.finished if self.running is None else self.running
+
+    @property
+    def num_waiting(self) -> int:
+        """Unfinished executions whose harness does not run."""
+        # An execution counts as finished a moment before its harness counts as gone, hence max.
+        return max(self.waterlevel - self.num_running, 0)
+
+    # cells ------------------------------
+
+    @property
     def in_transition(self) -> bool:
-        return any(role in (Role.LEAVING, Role.RETURNING) for role in self.roles)
+        """Whether a serial order is on its way: nothing else may change roles or weights."""
+        between = (CellRole.LEAVING, CellRole.RETURNING)
+        return self.busy or any(role in between for role in self.roles)
 
     @property
     def training_cells(self) -> tuple[int, ...]:
-        return tuple(cell for cell, role in enumerate(self.roles) if role is Role.TRAIN)
+        return tuple(cell for cell, role in enumerate(self.roles) if role is CellRole.TRAIN)
 
     @property
     def serving_cells(self) -> tuple[int, ...]:
-        return tuple(cell for cell, role in enumerate(self.roles) if role is Role.ROLLOUT)
+        return tuple(cell for cell, role in enumerate(self.roles) if role is CellRole.ROLLOUT)
+
+    @property
+    def stale_cells(self) -> tuple[int, ...]:
+        """Training cells whose weights are not those of the step in progress."""
+        if self.cell_versions is None:
+            return ()
+        versions = self.cell_versions
+        return tuple(cell for cell in self.training_cells if versions[cell] != self.trained_steps)
+
+    # the batch, the burst and the run ------------------------------
 
     def step_complete(self, config: SchedulerConfig) -> bool:
         """Whether every group of the step in progress was admitted and all its micro-steps are
         done."""
         return self.admitted_groups == config.groups_per_step and self.open_micro_steps == 0
 
+    def has_training_work(self, config: SchedulerConfig) -> bool:
+        """Whether the step in progress still has groups to admit or micro-steps to claim."""
+        return self.admitted_groups < config.groups_per_step or self.open_micro_steps > 0
+
+    @property
+    def batch_in_progress(self) -> bool:
+        """Whether gradients exist, or are about to, that a role change would lose."""
+        return self.admitting or self.admitted_groups > 0 or self.open_micro_steps > 0
+
     def burst_end(self, config: SchedulerConfig) -> int:
         """The trained step at which the current burst is published."""
         return min(self.published_steps + config.steps_per_burst, self.total_steps)
 
-    def dispatch_depth(self, config: SchedulerConfig) -> int:
-        """Groups that may have been dispatched by now: (published + phi + mu) * B, within the run.
+    def groups_to_dispatch(self, config: SchedulerConfig) -> int:
+        """Groups that are missing from the dispatch depth; positive only at a burst boundary.
 
         Source: dispatch depth at a burst boundary, Q_b = (phi + mu) * B beyond what was trained.
         """
         horizon = self.published_steps + config.max_lag_steps + config.steps_per_burst
-        return min(horizon, self.total_steps) * config.groups_per_step
+        depth = min(horizon, self.total_steps) * config.groups_per_step
+        return max(depth - self.dispatched // config.executions_per_group, 0)

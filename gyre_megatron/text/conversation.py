@@ -60,6 +60,9 @@ class CallRequest:
         thinking: Whether the harness wants to see reasoning; it is kept in the tree either way.
         echo_thinking: Whether reasoning text is shown, or only its place and signature (Anthropic's
             `omitted`).
+        system_text: System text as it was sent, attribution lines included, where the dialect has
+            a field of its own for it; call roles are read off it.
+        body: What the dialect's writer wants to see again; nobody else reads it.
     """
 
     dialect: str
@@ -75,7 +78,8 @@ class CallRequest:
     thinking: bool = True
     echo_thinking: bool = True
     include_usage: bool = True
-    body: dict[str, Any] = field(default_factory=dict)
+    system_text: str = ""
+    body: Any = None
 
 
 @dataclass(frozen=True)

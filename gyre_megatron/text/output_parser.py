@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gyre_megatron.text.tool_formats import CLOSE, FORMATS, OPEN
+from gyre_megatron.text.tool_formats import ToolFormat
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
@@ -29,7 +29,7 @@ class OutputParser:
     """Feeds on decoded text, yields events.
 
     Args:
-        tool_format: Key of FORMATS, or none: tool calls stay text.
+        tool_format: How calls are written; None leaves them as text.
         tools: Functions in OpenAI form, for argument types.
         stop: Stop strings; what follows the first one is cut.
         thinking: Whether the prompt already opened a <think> block.
@@ -37,12 +37,13 @@ class OutputParser:
 
     def __init__(
         self,
-        tool_format: str,
+        tool_format: ToolFormat | None,
         tools: Sequence[dict[str, Any]],
         stop: Sequence[str] = (),
         thinking: bool = False,
     ) -> None:
-        self._format = FORMATS.get(tool_format) if tools else None
+        self._format = tool_format if tools else None
+        self._open_tags = [self._format.open_tag] if self._format else []
         self._tools = tools
         self._stop = tuple(s for s in stop if s)
         self._state: Literal["text", "thinking", "tool"] = "thinking" if thinking else "text"
@@ -63,9 +64,9 @@ class OutputParser:
     def finish(self) -> list[OutputEvent]:
         """Events for what was held back; an unfinished tool call is text."""
         events = self._drain(final=True) if self.stopped_by is None else []
-        if self._state == "tool":
+        if self._state == "tool" and self._format is not None:
             self._state = "text"
-            events += self._text(OPEN + self._buffer)
+            events += self._text(self._format.open_tag + self._buffer)
             self._buffer = ""
         if self._space and not self.num_tool_calls:
             events.append(OutputEvent("text", self._space))
@@ -89,11 +90,13 @@ class OutputParser:
     def _drain_text(self, final: bool) -> tuple[list[OutputEvent], bool]:
         begins = "" if self._any_text else self._buffer.lstrip()
         if begins.startswith(THINK_OPEN):
-            self._buffer, self._space, self._state = begins[len(THINK_OPEN) :], "", "thinking"
+            self._buffer = begins[len(THINK_OPEN) :]
+            self._space = ""
+            self._state = "thinking"
             return [], True
         if not final and THINK_OPEN.startswith(begins) and not self._any_text:
             return [], False  # reasoning may be about to begin
-        tags = [*([OPEN] if self._format else []), *self._stop]
+        tags = [*self._open_tags, *self._stop]
         position, tag = _first(self._buffer, tags)
         if tag is None:
             keep = 0 if final else _partial_suffix(self._buffer, tags)
@@ -102,7 +105,8 @@ class OutputParser:
         events = self._text(self._buffer[:position])
         self._buffer = self._buffer[position + len(tag) :]
         if tag in self._stop:
-            self.stopped_by, self._buffer = tag, ""
+            self.stopped_by = tag
+            self._buffer = ""
         else:
             self._state = "tool"
         return events, True
@@ -113,22 +117,30 @@ class OutputParser:
             keep = 0 if final else _partial_suffix(self._buffer, [THINK_CLOSE])
             ready, self._buffer = _split(self._buffer, keep)
             return ([OutputEvent("thinking", ready)] if ready else []), False
-        thought, self._buffer = self._buffer[:position], self._buffer[position + len(THINK_CLOSE) :]
-        self._state, self._strip_next, self._any_text = "text", True, True
+        thought = self._buffer[:position]
+        self._buffer = self._buffer[position + len(THINK_CLOSE) :]
+        self._state = "text"
+        self._strip_next = True
+        self._any_text = True
         return ([OutputEvent("thinking", thought)] if thought else []), True
 
     def _drain_tool(self, final: bool) -> tuple[list[OutputEvent], bool]:
-        position, tag = _first(self._buffer, [CLOSE])
-        if tag is None:
+        assert self._format is not None  # only its opening tag leads here
+        body, close, rest = self._buffer.partition(self._format.close_tag)
+        if not close:
             return [], False
-        body, self._buffer = self._buffer[:position], self._buffer[position + len(CLOSE) :]
+        self._buffer = rest
         self._state = "text"
-        parsed = self._format.parse(body, self._tools) if self._format else None
-        if parsed is None:
-            return self._text(OPEN + body + CLOSE), True
-        self._space, self._strip_next = "", True
-        self.num_tool_calls += 1
-        return [OutputEvent("tool", json.dumps(parsed[1], ensure_ascii=False), parsed[0])], True
+        calls = self._format.parse(body, self._tools)
+        if not calls:
+            return self._text(self._format.open_tag + body + close), True
+        self._space = ""
+        self._strip_next = True
+        self.num_tool_calls += len(calls)
+        return [
+            OutputEvent("tool", json.dumps(arguments, ensure_ascii=False), name)
+            for name, arguments in calls
+        ], True
 
     def _text(self, text: str) -> list[OutputEvent]:
         if self._strip_next:

@@ -22,7 +22,7 @@ from gyre_megatron.text.conversation import Unit
 from gyre_megatron.text.output_parser import THINK_CLOSE, THINK_OPEN
 from gyre_megatron.text.template_proof import prove_or_degrade
 from gyre_megatron.text.token_text import TokenText
-from gyre_megatron.text.tool_formats import detect_format
+from gyre_megatron.text.tool_formats import ToolFormat, load_tool_format
 from gyre_megatron.trajectory.forest import Forest
 from gyre_megatron.trajectory.records import Node
 from gyre_megatron.trajectory.routed_experts import RoutingShape
@@ -60,7 +60,7 @@ class Renderer:
     Args:
         template: The model's chat template.
         tokens: Its tokenizer.
-        tool_format: hermes, qwen3_coder, none, or auto.
+        tool_format: How the model writes tool calls; None leaves them as text.
         context_length: Tokens of prompt and answer together.
         routing_shape: How the engine reports routed experts; None for a model without experts.
     """
@@ -69,7 +69,7 @@ class Renderer:
         self,
         template: ChatTemplate,
         tokens: TokenText,
-        tool_format: str = "auto",
+        tool_format: ToolFormat | None = None,
         context_length: int = 32_768,
         routing_shape: RoutingShape | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class Renderer:
         self.tokens = tokens
         self.context_length = context_length
         self.routing_shape = routing_shape
-        self.tool_format = detect_format(template.source) if tool_format == "auto" else tool_format
+        self.tool_format = tool_format
         self._close_ids = tokens.encode(template.turn_close)
         if not len(self._close_ids) or int(self._close_ids[0]) not in tokens.special_ids:
             raise TemplateError(
@@ -95,6 +95,7 @@ class Renderer:
 
         Raises:
             TemplateError: it cannot be rendered incrementally, with the reason.
+            ConfigError: the tool format cannot be loaded.
         """
         template = ChatTemplate.from_checkpoint(path, config.chat_template_kwargs)
         model = json.loads((Path(path) / "config.json").read_text())
@@ -112,7 +113,11 @@ class Renderer:
                 raise
             log.warning("serving an unproven chat template: %s", error)
         return cls(
-            template, tokens, config.tool_call_format, length, RoutingShape.from_config(model)
+            template,
+            tokens,
+            load_tool_format(config.tool_call_format, template.source),
+            length,
+            RoutingShape.from_config(model),
         )
 
     async def extend_long(self, forest: Forest, units: list[Unit]) -> Prompt:

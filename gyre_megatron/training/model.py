@@ -15,7 +15,7 @@ from gyre_megatron.algos.logprobs import edge_statistics
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.training.layer_spec import tree_layer_spec
-from gyre_megatron.training.model_config import padded_vocab_size, transformer_config
+from gyre_megatron.training.model_config import transformer_config
 from gyre_megatron.training.tree_batch import TreeBatch
 
 
@@ -34,7 +34,7 @@ class TreeGPTModel(GPTModel):
         super().__init__(
             config=config,
             transformer_layer_spec=spec,
-            vocab_size=padded_vocab_size(architecture.vocab_size, training.tp),
+            vocab_size=architecture.padded_vocab_size(training.tp),
             max_sequence_length=architecture.max_position_embeddings,
             position_embedding_type="none",  # rotary embeddings are made here, from depths
             share_embeddings_and_output_weights=architecture.tie_word_embeddings,

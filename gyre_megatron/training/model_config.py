@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from gyre_megatron.config.layout_rules import check_trainable
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
-from gyre_megatron.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -26,14 +26,9 @@ def transformer_config(architecture: Architecture, config: TrainingConfig) -> Tr
     rescaling, which is what edge weights fixed at admission need.
 
     Raises:
-        ConfigError: the family has no tree layers.
+        ConfigError: the trainer has no layers for this model.
     """
-    if architecture.mla is not None:
-        raise ConfigError(
-            f"model family {architecture.family} uses multi-head latent attention, whose tree "
-            "attention is not "
-            "available; train qwen3, qwen3_moe or qwen3_next"
-        )
+    check_trainable(architecture)
     dtype = DTYPES[config.dtype]
     megatron = TransformerConfig(
         **_shape(architecture),
@@ -50,12 +45,6 @@ def transformer_config(architecture: Architecture, config: TrainingConfig) -> Tr
         config.cp
     )  # late: only Megatron's own Gated DeltaNet refuses it
     return megatron
-
-
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding: the vocabulary padded so that tensor-parallel ranks hold equal
-    shares."""
-    return -(-vocab_size // tp) * tp
 
 
 def _shape(a: Architecture) -> dict[str, Any]:
@@ -127,10 +116,6 @@ def _moe(a: Architecture, config: TrainingConfig) -> dict[str, Any]:
     if a.moe is None:
         return {}
     moe = a.moe
-    if not moe.normalize_topk:
-        raise ConfigError(
-            "norm_topk_prob=False is not supported: the router normalises over the chosen experts"
-        )
     fields: dict[str, Any] = dict(
         num_moe_experts=moe.num_experts,
         moe_router_topk=moe.experts_per_token,

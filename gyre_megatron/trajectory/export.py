@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from gyre_megatron.errors import ConfigError
-from gyre_megatron.trajectory.processor import Branches
-from gyre_megatron.trajectory.records import ExecutionRecord, Node
+from gyre_megatron.trajectory.branches import Branches
+from gyre_megatron.trajectory.columns import token_columns
+from gyre_megatron.trajectory.paths import path_to
+from gyre_megatron.trajectory.records import ExecutionRecord
 from gyre_megatron.trajectory.store import TrajectoryStore
 
 
@@ -46,31 +48,15 @@ def _about(execution: ExecutionRecord) -> dict[str, Any]:
 
 
 def _columns(branches: Branches, leaf: int) -> dict[str, list[Any]]:
-    path, index = [], leaf
-    while index >= 0:
-        path.append(branches.nodes[index])
-        index = branches.parents[index]
-    parts = [_node_columns(node) for node in reversed(path)]
-    return {name: np.concatenate([part[name] for part in parts]).tolist() for name in parts[0]}
-
-
-def _node_columns(node: Node) -> dict[str, np.ndarray]:
-    length, lead = len(node.token_ids), node.num_context
+    parts = [token_columns(branches.nodes[i]) for i in path_to(leaf, branches.parents)]
     columns = {
-        "token_ids": node.token_ids,
-        "sampled": np.zeros(length, np.int8),
-        "logprobs": np.zeros(length, np.float32),
-        "weight_versions": np.full(length, -1, np.int32),
-        "temperatures": np.ones(length, np.float32),
+        "token_ids": [part.token_ids for part in parts],
+        "sampled": [part.sampled.astype(np.int8) for part in parts],
+        "logprobs": [part.logprobs for part in parts],
+        "weight_versions": [part.weight_versions for part in parts],
+        "temperatures": [part.temperatures for part in parts],
     }
-    if node.sampled:
-        columns["sampled"][lead:] = 1
-        columns["logprobs"][lead:] = node.logprobs
-        columns["weight_versions"][lead:] = np.repeat(
-            [v for v, _ in node.versions], [c for _, c in node.versions]
-        )
-        columns["temperatures"][lead:] = node.temperature
-    return columns
+    return {name: np.concatenate(values).tolist() for name, values in columns.items()}
 
 
 def write_jsonl(rows: Iterator[dict[str, Any]], path: Path) -> int:

@@ -8,11 +8,13 @@ depth is unbounded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from gyre_megatron.trajectory.paths import walk_up
 from gyre_megatron.trajectory.records import NO_PARENT, Call, Node
 
 _EMPTY_F32 = np.empty(0, np.float32)
@@ -115,25 +117,16 @@ class Forest:
 
     def path(self, node: Node | None) -> list[Node]:
         """Nodes from the root down to `node`."""
-        nodes = []
-        while node is not None:
-            nodes.append(node)
-            node = self._nodes.get(node.parent)
-        return nodes[::-1]
+        return list(walk_up(node, self.parent))[::-1]
 
     def path_ids(self, node: Node | None) -> np.ndarray:
         """Token ids, int32, from the root down to the end of `node`."""
-        pieces = [n.token_ids for n in self.path(node)]
-        return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+        return np.concatenate([np.empty(0, np.int32), *(n.token_ids for n in self.path(node))])
 
     def unsaved(self, node: Node) -> list[Node]:
         """Nodes on the path of `node` that the store does not have yet, parents first."""
-        nodes = []
-        current: Node | None = node
-        while current is not None and not current.persisted:
-            nodes.append(current)
-            current = self._nodes.get(current.parent)
-        return nodes[::-1]
+        new = itertools.takewhile(lambda n: not n.persisted, walk_up(node, self.parent))
+        return list(new)[::-1]
 
     def _insert(self, node: Node, matchable: bool) -> None:
         self._nodes[node.node_id] = node

@@ -1,9 +1,9 @@
 """How far the run is, in memory: counters, the queue of executions, groups that wait for training.
 
 Owned by the store, asked by the control plane at every event, so no answer costs a query. Built
-from the file when the store opens and moved by the writer thread after a commit, before the writer's
-future resolves. Invariant: the ledger never says more than the file holds, and whoever was told that
-a write is done sees it here.
+from the file when the store opens and moved by the writer thread after a commit, before the
+writer's future resolves. Invariant: the ledger never says more than the file holds, and whoever was
+told that a write is done sees it here.
 """
 
 from __future__ import annotations

@@ -121,6 +121,11 @@ class StoreReader:
         """Number of calls by role, over everything, most first."""
         return dict(self._all("SELECT role, count(*) FROM calls GROUP BY role ORDER BY 2 DESC"))
 
+    def num_bytes(self) -> int:
+        """Size of the file with its write-ahead log."""
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
     def copy_to(self, path: str | Path) -> None:
         """Copy the store, as of now, into one file that needs no log beside it.
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gyre_megatron.trajectory.paths import walk_up_indices
+
 
 def path_sums(parents: Sequence[int], values: np.ndarray) -> np.ndarray:
     """Sum of `values` (int64 [n]) from the root to each node; parents come first."""
@@ -48,11 +50,7 @@ def select_branches(
     owner = np.full(len(parents), -1, np.int32)
     chosen: list[int] = []
     while len(chosen) < max_branches:
-        weights = (
-            path_sums(parents, unmasked)[np.asarray(leaves, np.int64)]
-            if len(leaves)
-            else np.empty(0, np.int64)
-        )
+        weights = path_sums(parents, unmasked)[np.asarray(leaves, np.int64)]
         candidates = _highest_class(weights, roles, priority)
         if not candidates:
             break
@@ -76,9 +74,7 @@ def _highest_class(weights: np.ndarray, roles: Sequence[str], priority: Sequence
 def _mask_path(
     parents: Sequence[int], leaf: int, branch: int, unmasked: np.ndarray, owner: np.ndarray
 ) -> None:
-    node = leaf
-    while node >= 0:
+    for node in walk_up_indices(leaf, parents):
         if unmasked[node] > 0:
             owner[node] = branch
             unmasked[node] = 0
-        node = parents[node]

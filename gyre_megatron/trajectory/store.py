@@ -20,7 +20,7 @@ from typing import Any
 
 from gyre_megatron.errors import StoreError
 from gyre_megatron.trajectory import schema
-from gyre_megatron.trajectory.harness_tokens import Attempt, HarnessTokens, digest, new_token
+from gyre_megatron.trajectory.harness_keys import Attempt, HarnessKeys, key_digest, new_key
 from gyre_megatron.trajectory.ledger import Counters, Ledger
 from gyre_megatron.trajectory.reader import StoreReader
 from gyre_megatron.trajectory.records import Call, CallState, Node, Outcome
@@ -43,7 +43,7 @@ class TrajectoryStore(StoreReader):
         super().__init__(path, read_only)
         self._writer = None if read_only else GroupCommitWriter(schema.connect(path), str(path))
         self._next_node = itertools.count(1 + (self._one("SELECT max(node_id) FROM nodes")[0] or 0))
-        self._tokens = HarnessTokens(
+        self._keys = HarnessKeys(
             self._all(
                 "SELECT token_digest, execution_id, attempt FROM executions"
                 " WHERE state='running' AND token_digest IS NOT NULL"
@@ -130,7 +130,8 @@ class TrajectoryStore(StoreReader):
                     [(f"{group_id}.{i:02d}", group_id, i) for i in range(num_executions)],
                 )
             rows = connection.execute(
-                "SELECT execution_id, execution FROM executions WHERE group_id=? ORDER BY execution",
+                "SELECT execution_id, execution FROM executions"
+                " WHERE group_id=? ORDER BY execution",
                 (group_id,),
             )
             return added, rows.fetchall()
@@ -150,25 +151,25 @@ class TrajectoryStore(StoreReader):
         Raises:
             StoreError: it is not queued.
         """
-        token = new_token()
-        token_digest = digest(token)
+        key = new_key()
+        digest = key_digest(key)
 
         def write(connection: sqlite3.Connection) -> int:
             rows = connection.execute(
                 "UPDATE executions SET state='running', attempt=attempt+1, token_digest=?,"
                 " started_at=? WHERE execution_id=? AND state='queued' RETURNING attempt",
-                (token_digest, time.time(), execution_id),
+                (digest, time.time(), execution_id),
             ).fetchall()
             if not rows:
                 raise StoreError(f"execution {execution_id!r} cannot start: it is not queued")
             return rows[0][0]
 
         def committed(attempt: int) -> None:
-            self._tokens.issue(token_digest, execution_id, attempt)
+            self._keys.issue(digest, execution_id, attempt)
             self._own_ledger.execution_started(execution_id, attempt)
 
         self._write(write, committed).result()
-        return token
+        return key
 
     def finish_execution(self, execution_id: str, outcome: Outcome) -> None:
         """Record how a running execution ended; its token is refused from then on.
@@ -190,7 +191,7 @@ class TrajectoryStore(StoreReader):
             return rows[0]
 
         def committed(finished: tuple[str, float]) -> None:
-            self._tokens.revoke(execution_id)
+            self._keys.revoke(execution_id)
             self._own_ledger.execution_finished(execution_id, *finished)
 
         self._write(write, committed).result()
@@ -201,14 +202,14 @@ class TrajectoryStore(StoreReader):
         sql = "UPDATE executions SET state='queued', token_digest=NULL WHERE state='running'"
 
         def committed(_: int) -> None:
-            self._tokens.revoke_all()
+            self._keys.revoke_all()
             self._own_ledger.running_requeued()
 
         return self._write(lambda connection: connection.execute(sql).rowcount, committed).result()
 
     def authenticate(self, token: str) -> Attempt | None:
         """The (execution id, attempt) a bearer token stands for; None if it stands for nothing."""
-        return self._tokens.find(token)
+        return self._keys.find(token)
 
     # training ------------------------------
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from gyre_megatron.errors import TrajectoryError
+from gyre_megatron.trajectory.paths import path_to
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,14 @@ class ExecutionTree:
                 f"{where}: owner {self.owner[index]} is not one of the trajectories"
             )
 
+    @cached_property
+    def parents(self) -> list[int]:
+        """Index of each node's parent, -1 for a root."""
+        return [node.parent for node in self.nodes]
+
     def path(self, node: int) -> list[int]:
         """Indices of the nodes from the root down to `node`."""
-        indices = []
-        while node >= 0:
-            indices.append(node)
-            node = self.nodes[node].parent
-        return indices[::-1]
+        return path_to(node, self.parents)
 
     def trained_nodes(self) -> Iterator[tuple[int, TreeNode]]:
         """Nodes whose trainable tokens belong to a trajectory."""

@@ -24,7 +24,7 @@ OnCommit = Callable[[Any], None]
 
 _MAX_BATCH = 256
 _LAST_CHECKPOINT_TIMEOUT_MS = 2_000
-"""How long the end of a run waits for readers in other processes before it leaves the log behind."""
+"""How long the end of a run waits for readers in other processes before it leaves the log."""
 
 
 @dataclass

@@ -24,11 +24,16 @@ def chain_broadcast(
     prefix: int,
     chunk_bytes: int = 32 << 20,
     timeout_s: float = 120.0,
+    *,
+    chain: Sequence[int] | None = None,
 ) -> int:
-    """Overwrite `buffers` in cells 1..prefix-1 with those of cell 0; collective over the prefix at
-    each position.
+    """Overwrite `buffers` in the cells of a chain with those of cell 0; called at each position of
+    every cell in it.
 
     Args:
+        prefix: the chain lies in cells 0..prefix-1, whose group carries it.
+        chain: cells in the order in which they pass the weights on, the core first; default: the
+            whole prefix. Cells that are left out take no part and are not held up.
         buffers: contiguous tensors, the same number, shapes and dtypes at this position of every
             cell.
         chunk_bytes: size of the pieces that are forwarded.
@@ -41,21 +46,25 @@ def chain_broadcast(
         must not be
             published.
     """
-    if prefix == 1:
+    chain = range(prefix) if chain is None else chain
+    if len(chain) == 1:
         return 0
-    group, cell = groups.group(prefix), groups.cell
+    group = groups.group(prefix)
+    place = chain.index(groups.cell)
+    before = chain[place - 1] if place > 0 else None
+    after = chain[place + 1] if place + 1 < len(chain) else None
     sending: list[dist.Work] = []
     total = 0
     for chunk in _chunks(buffers, chunk_bytes):
-        if cell > 0:
-            _wait(group.recv([chunk], cell - 1, 0), f"receiving from cell {cell - 1}", timeout_s)
-        if cell < prefix - 1:
-            sending.append(group.send([chunk], cell + 1, 0))
+        if before is not None:
+            _wait(group.recv([chunk], before, 0), f"receiving from cell {before}", timeout_s)
+        if after is not None:
+            sending.append(group.send([chunk], after, 0))
             if len(sending) > 2:  # bound what is in flight
-                _wait(sending.pop(0), f"sending to cell {cell + 1}", timeout_s)
+                _wait(sending.pop(0), f"sending to cell {after}", timeout_s)
         total += chunk.numel()
     for work in sending:
-        _wait(work, f"sending to cell {cell + 1}", timeout_s)
+        _wait(work, f"sending to cell {after}", timeout_s)
     return total
 
 

@@ -11,16 +11,21 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
+from math import isfinite, lcm, prod
 from typing import Any
 
+from pydantic import ValidationError
+
+from gyre_megatron.config.base import one_line
+from gyre_megatron.config.layout_rules import check_engine_in_cell, check_serving, check_training
 from gyre_megatron.config.model import Architecture
+from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.errors import ConfigError, GyreError, PlanError
 from gyre_megatron.weights.canonical import canonical_tensors
 from gyre_megatron.weights.layout import ReplicatedLayout
 from gyre_megatron.weights.megatron import MegatronLayout
-from gyre_megatron.weights.parallel import Parallelism, StageLayers
+from gyre_megatron.weights.megatron_names import MegatronStyle
+from gyre_megatron.weights.parallel import parallelism_of
 from gyre_megatron.weights.planner import plan_rank
 from gyre_megatron.weights.sglang import SglangLayout
 
@@ -37,12 +42,17 @@ class Rates:
     """NVLink of an H100/H200, one direction."""
     ranks_per_node: int = 8
 
+    def __post_init__(self) -> None:
+        for name, rate in (("network", self.network), ("intra-node", self.intra_node)):
+            if not (isfinite(rate) and rate > 0):
+                raise ConfigError(f"the {name} rate is {rate} GB/s; a number above 0 was expected")
+
 
 def parse_layout(text: str, allowed: Sequence[str]) -> dict[str, int]:
-    """`"tp8,pp8,ep64"` as sizes by name.
+    """`"tp4,pp8,ep64"` as sizes by name.
 
     Raises:
-        ConfigError: a part is not a known name followed by a number.
+        ConfigError: a part is not a known name followed by a number, or a name stands twice.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -52,33 +62,47 @@ def parse_layout(text: str, allowed: Sequence[str]) -> dict[str, int]:
             raise ConfigError(
                 f"{part!r} in layout {text!r} is not one of {', '.join(f'{n}N' for n in allowed)}"
             )
+        if name in sizes:
+            raise ConfigError(
+                f"{name} stands twice in layout {text!r}: {name}{sizes[name]} and {part.strip()}"
+            )
         sizes[name] = int(digits)
     return sizes
 
 
 def training_layout(architecture: Architecture, text: str) -> MegatronLayout:
-    """A Megatron layout from text; stages as even as the layers allow, just enough data parallelism
-    for the experts."""
+    """A Megatron layout from text, e.g. `"tp4,pp4,ep64,etp1"`: what a run's `training` section
+    with the same sizes gives; without `dp` just enough data parallelism for the experts.
+
+    Raises:
+        ConfigError: a cell could not train the model in this layout.
+    """
     sizes = parse_layout(text, ("tp", "pp", "vpp", "ep", "etp", "cp", "dp"))
-    tp, pp, cp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "cp", "ep"))
-    etp = sizes.get("etp", 1 if ep > 1 else tp)
-    dp = sizes.get("dp", max(1, ep * etp // (tp * cp)))
-    stages = even_stages(architecture.num_layers, pp) if "vpp" not in sizes else None
-    return MegatronLayout(
-        architecture, Parallelism(tp, pp, sizes.get("vpp", 1), cp, dp, ep, etp, stages)
-    )
-
-
-def even_stages(num_layers: int, pp: int) -> StageLayers:
-    """Consecutive layers on each stage, the first stages one longer where they do not divide."""
-    cuts = [-(-num_layers * stage // pp) for stage in range(pp + 1)]
-    return tuple((tuple(range(low, high)),) for low, high in pairwise(cuts))
+    if sizes.get("vpp") == 1:
+        del sizes["vpp"]  # one chunk a stage is no interleaving
+    dp = sizes.pop("dp", None)
+    try:
+        training = TrainingConfig(**sizes)
+    except ValidationError as error:
+        raise ConfigError(f"layout {text!r}: {one_line(error)}") from None
+    if dp is None:
+        ranks, expert_ranks = training.tp * training.cp, training.ep * training.expert_tp
+        dp = lcm(ranks, expert_ranks) // ranks if architecture.moe else 1
+    check_training(training, architecture, training.min_ranks * dp)
+    style = MegatronStyle(padded_vocab_size=architecture.padded_vocab_size(training.tp))
+    return MegatronLayout(architecture, parallelism_of(training, architecture, dp), style)
 
 
 def serving_layout(architecture: Architecture, text: str) -> SglangLayout:
-    """An SGLang layout from text; `dp` is attention data parallelism."""
+    """An SGLang layout from text; `dp` is attention data parallelism.
+
+    Raises:
+        ConfigError: a server could not hold the model in this layout.
+    """
     sizes = parse_layout(text, ("tp", "ep", "dp"))
-    return SglangLayout(architecture, sizes.get("tp", 1), sizes.get("ep", 1), sizes.get("dp", 1))
+    tp, ep, attention_dp = (sizes.get(name, 1) for name in ("tp", "ep", "dp"))
+    check_serving(architecture, tp, ep, attention_dp)
+    return SglangLayout(architecture, tp, ep, attention_dp)
 
 
 def sample_ranks(num_ranks: int, stride: int) -> list[int]:
@@ -102,14 +126,10 @@ def forecast(
         ranks: processes to plan; default: the first and last of every pipeline stage.
 
     Raises:
-        PlanError: the engines do not fit the cell, or a tensor has no plan.
+        ConfigError: the engines do not fit the cell.
+        PlanError: a tensor has no plan.
     """
-    if train.num_ranks % serve.num_ranks:
-        raise PlanError(
-            f"engines of {serve.num_ranks} ranks do not tile a training cell of {train.num_ranks}; "
-            "change --serve tp "
-            "or --train dp"
-        )
+    check_engine_in_cell(serve.num_ranks, train.num_ranks)
     engines = ReplicatedLayout(serve, train.num_ranks // serve.num_ranks)
     picked = (
         sample_ranks(train.num_ranks, train.num_ranks // train.parallelism.pp)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gyre_megatron.config.model import Architecture
+from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.errors import LayoutError
 
 StageLayers = tuple[tuple[tuple[int, ...], ...], ...]
@@ -138,3 +140,16 @@ class ParallelRank:
     def expert_index(self) -> int:
         """This rank's number inside its pipeline stage, in the experts' order."""
         return self.index % (self.tp * self.cp * self.dp)
+
+
+def parallelism_of(training: TrainingConfig, architecture: Architecture, dp: int) -> Parallelism:
+    """The sizes of a cell that trains `architecture` as `training` says, on `dp` replicas."""
+    return Parallelism(
+        tp=training.tp,
+        pp=training.pp,
+        vpp=training.vpp or 1,
+        cp=training.cp,
+        dp=dp,
+        ep=training.ep,
+        etp=training.expert_tp if architecture.moe else None,
+    )

@@ -305,10 +305,10 @@ def test_buffers_carry_gradients_and_weights(distributed: bool, ranks, checkpoin
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (dict(tp=3), "cannot hold tp"),
-        (dict(pp=2, vpp=3), "does not divide num_layers"),
+        (dict(tp=3), "does not divide it"),
+        (dict(pp=2, vpp=3), "does not divide the model's 4 layers"),
         (dict(tp=2, sequence_parallel=False), "sequence_parallel"),
-        (dict(ep=2, etp=2), "does not divide ranks"),
+        (dict(ep=2, etp=2), "does not divide the 2 ranks of a pipeline stage"),
     ],
 )
 def test_bad_layouts_name_the_knob(layout: dict, message: str, ranks, checkpoints) -> None:

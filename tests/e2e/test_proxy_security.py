@@ -13,7 +13,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gyre_megatron.config.rollout import ProxyConfig, RolloutConfig
+from gyre_megatron.config.rollout import ProxyConfig, RolloutConfig, SamplingConfig
 from gyre_megatron.trajectory.records import Outcome
 from tests.support.scripted_engine import chain_policy
 from tests.support.threaded import ThreadedProxy
@@ -32,7 +32,11 @@ FUZZ = settings(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedProxy]:
-    config = RolloutConfig(proxy=ProxyConfig(max_request_mib=1))
+    config = RolloutConfig(
+        proxy=ProxyConfig(max_request_mib=1),
+        # The scripted policy never stops by itself, and generated requests ask for billions.
+        sampling=SamplingConfig(max_new_tokens=8),
+    )
     server = ThreadedProxy(tmp_path_factory.mktemp("proxy"), chain_policy(), config=config)
     yield server
     server.close()

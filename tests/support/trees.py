@@ -38,9 +38,16 @@ class TreeBuilder:
         state: str = "complete",
         finish: str = "stop",
         lead: int = 2,
+        logprob: float = -0.5,
+        temperature: float = 0.75,
+        versions: tuple[tuple[int, int], ...] | None = None,
     ) -> Node:
         """An answer of `num_sampled` tokens after `lead` tokens of generation prompt, stored at
-        once."""
+        once.
+
+        Args:
+            versions: (weight version, count) runs of the sampled tokens; version 3 by default.
+        """
         self._count += 1
         node = Node(
             node_id=self.store.new_node_id(),
@@ -48,9 +55,9 @@ class TreeBuilder:
             key=b"s%d" % self._count,
             token_ids=np.arange(lead + num_sampled, dtype=np.int32) + 100 * self._count,
             num_context=lead,
-            logprobs=np.full(num_sampled, -0.5, np.float32),
-            versions=((3, num_sampled),) if num_sampled else (),
-            temperature=0.75,
+            logprobs=np.full(num_sampled, logprob, np.float32),
+            versions=versions or (((3, num_sampled),) if num_sampled else ()),
+            temperature=temperature,
             call_id=f"{self.execution_id}-{self.attempt}-{self._count:04d}",
             start=parent.end,
         )

@@ -322,8 +322,8 @@ TINY = Architecture(
             r"training.tp=3 does not divide the model's 4 attention heads; choose one of \[1, 2, "
             r"4\]",
         ),
-        (["training.tp=4"], 8, "exceeds the model's 2 key-value heads"),
-        (["training.tp=2"], 2, "start 4 ranks"),
+        (["training.tp=4"], 8, "does not divide the model's 2 key-value heads"),
+        (["training.tp=2"], 2, "give each cell a multiple of 2 ranks"),
         (["training.pp=4"], 8, "does not divide the model's 2 layers"),
         (["training.ep=3"], 6, "does not divide the model's 4 experts"),
         (["engine.tp=3"], 6, "engine.tp=3 does not divide"),

@@ -57,14 +57,15 @@ async def ask(
         return response.json()
 
 
-async def hang_up(proxy: RunningProxy, token: str, stream: bool) -> None:
+async def hang_up(proxy: RunningProxy, engine: ScriptedEngine, token: str, stream: bool) -> None:
     """Ask for a long answer and leave in the middle of it."""
     body = {"model": "m", "max_tokens": 500, "messages": MESSAGES, "stream": stream}
     async with httpx.AsyncClient() as client:
         post = asyncio.create_task(
             client.post(f"{proxy.url}/v1/messages", json=body, headers={"x-api-key": token})
         )
-        await asyncio.sleep(0.2)
+        while not engine.outputs or len(engine.outputs[0]) < 10:
+            await asyncio.sleep(0.01)
         post.cancel()
         await asyncio.wait({post})
     for _ in range(500):
@@ -77,7 +78,7 @@ async def hang_up(proxy: RunningProxy, token: str, stream: bool) -> None:
 def test_a_harness_that_hangs_up(tmp_path: Path, stream: bool) -> None:
     async def body(proxy: RunningProxy, engine: ScriptedEngine) -> None:
         execution_id, token = proxy.start_execution()
-        await hang_up(proxy, token, stream)
+        await hang_up(proxy, engine, token, stream)
         assert proxy.router.num_inflight() == 0, "the engine was not told to stop"
         assert len(engine.outputs[0]) < 100
         (call,) = proxy.store.calls(execution_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def parse(
     text: str, tool_format: str = "hermes", cuts: list[int] | None = None, **options: object
 ) -> list[OutputEvent]:
     """Events of a text fed in pieces, runs of text joined."""
-    parser = OutputParser(tool_format, TOOLS, **options)
+    parser = OutputParser(FORMATS[tool_format], TOOLS, **options)
     events: list[OutputEvent] = []
     edges = [0, *sorted(cuts or []), len(text)]
     for start, end in itertools.pairwise(edges):
@@ -80,7 +81,7 @@ def test_events(text: str, expected: list | None) -> None:
 
 def test_stop_strings_cut_and_may_span_pieces() -> None:
     for cut in range(1, 12):
-        parser = OutputParser("none", [], stop=["END"])
+        parser = OutputParser(None, [], stop=["END"])
         events = [
             *parser.feed("hello END more"[:cut]),
             *parser.feed("hello END more"[cut:]),
@@ -128,14 +129,17 @@ def test_events_do_not_depend_on_how_text_was_cut(
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("<function=f>\n<parameter=n>\n3\n</parameter>\n</function>", ("f", {"n": 3})),
-        ("<function=f>\n<parameter=s>\n3\n</parameter>\n</function>", ("f", {"s": "3"})),
-        ("<function=f>\n<parameter=s>\na\n\nb\n</parameter>\n</function>", ("f", {"s": "a\n\nb"})),
-        ("<function=f>\n<parameter=n>\nmany\n</parameter>\n</function>", ("f", {"n": "many"})),
-        ("<function=f>\n</function>", ("f", {})),
-        ("<function=f>junk</function>", None),
-        ("<function=f>", None),
-        ('{"name": "f"}', None),
+        ("<function=f>\n<parameter=n>\n3\n</parameter>\n</function>", [("f", {"n": 3})]),
+        ("<function=f>\n<parameter=s>\n3\n</parameter>\n</function>", [("f", {"s": "3"})]),
+        (
+            "<function=f>\n<parameter=s>\na\n\nb\n</parameter>\n</function>",
+            [("f", {"s": "a\n\nb"})],
+        ),
+        ("<function=f>\n<parameter=n>\nmany\n</parameter>\n</function>", [("f", {"n": "many"})]),
+        ("<function=f>\n</function>", [("f", {})]),
+        ("<function=f>junk</function>", []),
+        ("<function=f>", []),
+        ('{"name": "f"}', []),
     ],
 )
 def test_qwen3_coder_calls(body: str, expected: object) -> None:
@@ -194,7 +198,7 @@ def claude(
     }
     if tools:
         body["tools"] = [{"name": "t", "input_schema": {}}]
-    return AnthropicMessages().parse(body)
+    return AnthropicMessages().parse(json.dumps(body).encode())
 
 
 SESSION = {"x-claude-code-session-id": "s"}

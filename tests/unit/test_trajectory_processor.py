@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from gyre_megatron.config.rollout import ProcessorConfig
 from gyre_megatron.errors import TrajectoryError
-from gyre_megatron.trajectory.processor import Conservation, group_advantages, process_group
+from gyre_megatron.trajectory.branches import Conservation
+from gyre_megatron.trajectory.processor import process_group
 from gyre_megatron.trajectory.sampling import select_branches
 from gyre_megatron.trajectory.store import TrajectoryStore
 from tests.support.trees import TreeBuilder, open_store
@@ -122,7 +123,7 @@ def test_scoring_states(tmp_path: Path) -> None:
     # Excluded and dropped executions do not count in the mean; the placeholder does, with reward 0
     # and no tokens.
     assert [t.advantage for t in group.trees] == pytest.approx([2 / 3, -1 / 3])
-    assert group.num_excluded == 2 and len(group.rewards) == 3
+    assert len(group.excluded) == 2 and group.num_counted == 3
     assert group.conservation.trained == 4 and group.conservation.dropped == 3 * 7
     store.close()
 
@@ -133,17 +134,6 @@ def test_an_unfinished_group_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrajectoryError, match="have not finished"):
         process_group(store, "g", ProcessorConfig())
     store.close()
-
-
-def test_advantages() -> None:
-    rewards = np.asarray([0.0, 0.5, 1.0])
-    assert group_advantages(rewards, ProcessorConfig(advantage="mean")) == [-0.5, 0.0, 0.5]
-    assert group_advantages(rewards, ProcessorConfig()) == pytest.approx(
-        [-1.2247449, 0.0, 1.2247449]
-    )
-    assert group_advantages(np.asarray([0.3, 0.3]), ProcessorConfig()) == [0.0, 0.0]
-    assert group_advantages(np.asarray([0.7]), ProcessorConfig()) == [0.0]
-    assert group_advantages(np.asarray([]), ProcessorConfig()) == []
 
 
 def test_roles_are_drawn_in_order_of_priority() -> None:

@@ -248,6 +248,34 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["export", path, str(tmp_path / "out.csv")]) == 1
     assert main(["show", path, "nobody"]) == 1
     assert "no execution 'nobody'" in capsys.readouterr().err
+    assert main(["list", path, "--group", "nobody"]) == 1
+    assert "no group 'nobody'" in capsys.readouterr().err
+    assert main(["copy", path, str(tmp_path / "copy.db")]) == 0
+    assert main(["show", str(tmp_path / "copy.db"), "g.00"]) == 0
+
+
+@pytest.mark.parametrize("columns", ["20", "80"])
+def test_tables_never_cut_what_they_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch, columns: str
+) -> None:
+    """`list` used to print g0000... where the terminal had 80 columns."""
+    monkeypatch.setenv("COLUMNS", columns)
+    store = open_store(tmp_path)
+    long_name = "a_group_with_a_name_of_its_own_" + "x" * 60
+    builder = TreeBuilder(store, store.add_group(long_name, {}, 1, 0)[0])
+    builder.call(builder.context(None, 123_456), 789)
+    builder.finish(0.25)
+    store.close()
+    path = str(tmp_path / "store.db")
+    for command, whole in (
+        (["list", path], (f"{long_name}.00", "finished", "scored", "0.250", "124,247")),
+        (["show", path, f"{long_name}.00"], (f"{long_name}.00 scored, reward 0.25", "789 sampled")),
+        (["stats", path], ("1 finished", "calls as main", "bytes a token")),
+    ):
+        assert main(command) == 0
+        shown = capsys.readouterr().out
+        assert all(text in shown for text in whole), shown
+        assert "…" not in shown
 
 
 def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:

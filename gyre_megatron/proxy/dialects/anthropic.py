@@ -1,4 +1,4 @@
-"""Anthropic Messages."""
+"""Anthropic Messages: answers, whole and as events. Bodies are read in `anthropic_request`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ from typing import Any
 
 import orjson
 
-from gyre_megatron.proxy.dialects import base
-from gyre_megatron.proxy.dialects.base import Answer, sse
-from gyre_megatron.text.conversation import (
-    BadRequest,
-    CallRequest,
-    Message,
-    ToolCall,
-    provenance_of,
-    without_volatile_lines,
-)
+from gyre_megatron.proxy.dialects import anthropic_request
+from gyre_megatron.proxy.dialects.base import Answer, Dialect, sse
+from gyre_megatron.text.conversation import BadRequest, CallRequest, ToolCall
 from gyre_megatron.text.output_parser import OutputEvent
 
 _STOP_REASONS = {
@@ -28,36 +21,23 @@ _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    405: "not_found_error",
     413: "request_too_large",
     529: "overloaded_error",
 }
-_NO_MEDIA = "this model reads text only; leave out the {kind} block"
 
 
-class AnthropicMessages:
+class AnthropicMessages(Dialect):
     """`POST /v1/messages`."""
 
     name = "anthropic"
-    overflow_in_stream = False
+    paths = ("/v1/messages",)
+    count_paths = ("/v1/messages/count_tokens",)
+    body_type = anthropic_request.MessagesBody
 
-    def parse(self, body: dict[str, Any]) -> CallRequest:
+    def parse(self, body: bytes) -> CallRequest:
         """See Dialect.parse."""
-        thinking = base.options(body, "thinking")
-        return CallRequest(
-            dialect=self.name,
-            model=base.text_of(body.get("model"), "model"),
-            messages=_messages(body),
-            tools=_tools(body),
-            max_tokens=base.whole(body, "max_tokens"),
-            temperature=base.number(body, "temperature", 0.0, 2.0),
-            top_p=base.number(body, "top_p", 0.0, 1.0),
-            top_k=base.whole(body, "top_k", low=-1),
-            stop=base.strings(body.get("stop_sequences"), "stop_sequences"),
-            stream=body.get("stream") is True,
-            thinking=thinking.get("type") in ("enabled", "adaptive"),
-            echo_thinking=thinking.get("display") != "omitted",
-            body=body,
-        )
+        return anthropic_request.parse(body, self.name)
 
     def writer(self, request: CallRequest, answer: Answer) -> AnthropicWriter:
         """See Dialect.writer."""
@@ -226,112 +206,3 @@ def _block(
         "thinking": part.text if request.echo_thinking else "",
         "signature": _signature(answer),
     }
-
-
-# parsing ------------------------------
-
-
-def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tools with a schema; tools that a server would run (web search and the like) are not offered
-    to the model."""
-    tools = base.entries(body.get("tools"), "tools")
-    return [
-        base.function_tool(
-            tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools.{index}"
-        )
-        for index, tool in enumerate(tools)
-        if "input_schema" in tool or tool.get("type") in (None, "custom")
-    ]
-
-
-def _messages(body: dict[str, Any]) -> list[Message]:
-    messages: list[Message] = []
-    system = _plain(body.get("system") if body.get("system") is not None else "", "system")
-    if system:
-        messages.append({"role": "system", "content": system})
-    turns = base.entries(body.get("messages"), "messages")
-    if not turns:
-        raise BadRequest("messages: at least one message is required")
-    for index, turn in enumerate(turns):
-        where = f"messages.{index}"
-        role = turn.get("role")
-        if role == "assistant":
-            messages.append(_assistant(turn, where))
-        elif role == "user":
-            messages += _user(turn, where)
-        elif role == "system":
-            messages.append({"role": "system", "content": _plain(turn.get("content"), where)})
-        else:
-            raise BadRequest(f"{where}.role: expected user, assistant or system, found {role!r}")
-    return messages
-
-
-def _plain(content: Any, where: str) -> str:
-    texts = [_text_block(block, where) for block in base.blocks(content, where)]
-    kept = [without_volatile_lines(text) for text in texts]
-    return "\n\n".join(text for text in kept if text)
-
-
-def _text_block(block: dict[str, Any], where: str) -> str:
-    kind = block["type"]
-    if kind in ("text", "output_text", "input_text"):
-        return base.text_of(block.get("text"), f"{where}.text")
-    if kind in ("image", "document", "audio", "video", "container_upload"):
-        raise BadRequest(f"{where}: " + _NO_MEDIA.format(kind=kind))
-    return orjson.dumps(
-        {k: v for k, v in block.items() if k != "cache_control"}, option=orjson.OPT_SORT_KEYS
-    ).decode()
-
-
-def _user(turn: dict[str, Any], where: str) -> list[Message]:
-    results: list[Message] = []
-    texts: list[str] = []
-    for block in base.blocks(turn.get("content"), where):
-        if block["type"] == "tool_result":
-            content = block.get("content")
-            text = "" if content is None else _joined(content, where)
-            results.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": base.text_of(block.get("tool_use_id"), f"{where}.tool_use_id"),
-                    "content": text,
-                }
-            )
-        elif block["type"] not in ("thinking", "redacted_thinking"):
-            texts.append(_text_block(block, where))
-    if texts or not results:
-        results.append({"role": "user", "content": "\n\n".join(texts)})
-    return results
-
-
-def _joined(content: Any, where: str) -> str:
-    return "\n".join(_text_block(block, where) for block in base.blocks(content, where))
-
-
-def _assistant(turn: dict[str, Any], where: str) -> Message:
-    texts: list[str] = []
-    thoughts: list[str] = []
-    message: Message = {"role": "assistant"}
-    calls: list[dict[str, Any]] = []
-    for block in base.blocks(turn.get("content"), where):
-        kind = block["type"]
-        if kind == "tool_use":
-            calls.append(_tool_use(block, where))
-        elif kind == "thinking":
-            thoughts.append(base.text_of(block.get("thinking"), f"{where}.thinking"))
-            message["provenance"] = provenance_of(block.get("signature"))
-        elif kind != "redacted_thinking":
-            texts.append(_text_block(block, where))
-    message["content"] = "".join(texts)
-    if thoughts and any(thoughts):
-        message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _tool_use(block: dict[str, Any], where: str) -> dict[str, Any]:
-    name = base.text_of(block.get("name"), f"{where}.name")
-    arguments = base.arguments_of(block.get("input"), f"{where}.input")
-    call_id = base.text_of(block.get("id"), f"{where}.id")
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

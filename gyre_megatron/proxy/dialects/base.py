@@ -1,12 +1,17 @@
-"""What the dialects share: the answer they write, the interface they fill, and careful readers of
-untrusted JSON."""
+"""What every dialect fills in: the answer it writes, the stream it writes it to, the form of its
+errors.
+
+A dialect of your own derives from `Dialect` and is named under `rollout.proxy.dialects` as
+`module:Class`. Invariant: a dialect knows text only; token ids never pass through here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
+import msgspec
 import orjson
 
 from gyre_megatron.text.conversation import BadRequest, CallRequest, ToolCall
@@ -87,28 +92,42 @@ class StreamWriter(Protocol):
         """Events for a failure in mid-stream."""
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """One HTTP form of the same conversation.
 
-    `overflow_in_stream`: whether a prompt that is too long is told in a stream that failed rather than by a status.
+    Attributes:
+        name: What the store keeps of a call's dialect.
+        paths: Where it is served; the first is published in the OpenAPI, the others are aliases.
+        count_paths: Where a body's tokens are counted without calling an engine.
+        body_type: The struct that bodies are decoded into: what the OpenAPI publishes. None
+            publishes an object without properties.
+        overflow_in_stream: Whether a prompt that is too long is told in a stream that failed,
+            rather than by a status.
     """
 
-    name: str
-    overflow_in_stream: bool
+    name: ClassVar[str]
+    paths: ClassVar[tuple[str, ...]]
+    count_paths: ClassVar[tuple[str, ...]] = ()
+    body_type: ClassVar[type[msgspec.Struct] | None] = None
+    overflow_in_stream: ClassVar[bool] = False
 
-    def parse(self, body: dict[str, Any]) -> CallRequest:
+    @abstractmethod
+    def parse(self, body: bytes) -> CallRequest:
         """Read a body.
 
         Raises:
             BadRequest: it cannot be served.
         """
 
+    @abstractmethod
     def writer(self, request: CallRequest, answer: Answer) -> StreamWriter:
         """A writer of events for this answer."""
 
+    @abstractmethod
     def body(self, request: CallRequest, answer: Answer) -> dict[str, Any]:
         """The whole answer as one JSON object."""
 
+    @abstractmethod
     def error(self, error: BadRequest) -> dict[str, Any]:
         """An error in this dialect's form."""
 
@@ -117,124 +136,3 @@ def sse(data: dict[str, Any], event: str | None = None) -> bytes:
     """One server-sent event."""
     head = f"event: {event}\n".encode() if event else b""
     return head + b"data: " + orjson.dumps(data) + b"\n\n"
-
-
-# readers of untrusted JSON
-# -------------------------------------------------------------------------------------------
-
-
-def number(body: dict[str, Any], name: str, low: float, high: float) -> float | None:
-    """A number within bounds, or None where absent or null."""
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise BadRequest(
-            f"{name}: expected a number from {low:g} to {high:g}, found {_short(value)}"
-        )
-    return float(value)
-
-
-def whole(body: dict[str, Any], name: str, low: int = 1, high: int = 2**31 - 1) -> int | None:
-    """A whole number within bounds, or None where absent or null."""
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise BadRequest(
-            f"{name}: expected a whole number from {low} to {high}, found {_short(value)}"
-        )
-    return value
-
-
-def strings(value: Any, name: str) -> tuple[str, ...]:
-    """A string or a list of strings; empty where absent."""
-    if value is None:
-        return ()
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise BadRequest(f"{name}: expected a string or a list of strings, found {_short(value)}")
-    return tuple(item for item in items if item)
-
-
-def text_of(value: Any, name: str) -> str:
-    """A string, or "" for null."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise BadRequest(f"{name}: expected a string, found {_short(value)}")
-    return clean(value)
-
-
-def clean(text: str) -> str:
-    """Text that can be encoded: lone surrogates become U+FFFD."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8", "replace")
-
-
-def entries(value: Any, name: str) -> list[dict[str, Any]]:
-    """A list of objects; empty where absent."""
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise BadRequest(f"{name}: expected a list of objects, found {_short(value)}")
-    return value
-
-
-def options(body: dict[str, Any], name: str) -> dict[str, Any]:
-    """An object of options; empty where absent or of another type, which some clients send."""
-    value = body.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def blocks(content: Any, name: str, text_types: Iterable[str] = ("text",)) -> list[dict[str, Any]]:
-    """Content given as a string or a list of blocks (bare strings allowed), as a list of blocks."""
-    if isinstance(content, str):
-        return [{"type": next(iter(text_types)), "text": content}]
-    if isinstance(content, list):
-        content = [
-            {"type": next(iter(text_types)), "text": b} if isinstance(b, str) else b
-            for b in content
-        ]
-    found = entries(content, name)
-    for index, block in enumerate(found):
-        if not isinstance(block.get("type"), str):
-            raise BadRequest(
-                f"{name}.{index}.type: expected a string, found {_short(block.get('type'))}"
-            )
-    return found
-
-
-def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """A tool in OpenAI form, the one chat templates take."""
-    if not isinstance(name, str) or not name:
-        raise BadRequest(f"{where}.name: expected a non-empty string, found {_short(name)}")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise BadRequest(
-            f"{where}: the parameters' schema must be an object, found {_short(parameters)}"
-        )
-    function: dict[str, Any] = {
-        "name": clean(name),
-        "description": text_of(description, f"{where}.description"),
-    }
-    function["parameters"] = parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
-
-
-def arguments_of(value: Any, where: str) -> dict[str, Any] | str:
-    """Arguments of an echoed tool call, as an object where they are one."""
-    if isinstance(value, dict):
-        return value
-    if value is None or value == "":
-        return {}
-    if not isinstance(value, str):
-        raise BadRequest(f"{where}: expected a JSON object or its text, found {_short(value)}")
-    try:
-        parsed = orjson.loads(value)
-    except (orjson.JSONDecodeError, UnicodeEncodeError):
-        return clean(value)
-    return parsed if isinstance(parsed, dict) else clean(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

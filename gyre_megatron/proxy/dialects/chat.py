@@ -1,46 +1,27 @@
-"""OpenAI Chat Completions."""
+"""OpenAI Chat Completions: answers, whole and as events. Bodies are read in `chat_request`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gyre_megatron.proxy.dialects import base
-from gyre_megatron.proxy.dialects.base import Answer, sse
-from gyre_megatron.text.conversation import BadRequest, CallRequest, Message, ToolCall
+from gyre_megatron.proxy.dialects import chat_request
+from gyre_megatron.proxy.dialects.base import Answer, Dialect, sse
+from gyre_megatron.text.conversation import BadRequest, CallRequest, ToolCall
 from gyre_megatron.text.output_parser import OutputEvent
 
 _FINISH = {"stop": "stop", "length": "length", "tool_calls": "tool_calls", "stop_sequence": "stop"}
-_NO_MEDIA = "this model reads text only; leave out the {kind} part"
 
 
-class ChatCompletions:
+class ChatCompletions(Dialect):
     """`POST /v1/chat/completions`."""
 
     name = "chat"
-    overflow_in_stream = False
+    paths = ("/v1/chat/completions", "/chat/completions")
+    body_type = chat_request.ChatBody
 
-    def parse(self, body: dict[str, Any]) -> CallRequest:
+    def parse(self, body: bytes) -> CallRequest:
         """See Dialect.parse."""
-        if body.get("n") not in (None, 1):
-            raise BadRequest(
-                "n: only one choice is served per call; send the request again for another answer"
-            )
-        options = base.options(body, "stream_options")
-        limit = base.whole(body, "max_completion_tokens")
-        return CallRequest(
-            dialect=self.name,
-            model=base.text_of(body.get("model"), "model"),
-            messages=_messages(body),
-            tools=_tools(body),
-            max_tokens=limit if limit is not None else base.whole(body, "max_tokens"),
-            temperature=base.number(body, "temperature", 0.0, 2.0),
-            top_p=base.number(body, "top_p", 0.0, 1.0),
-            top_k=base.whole(body, "top_k", low=-1),
-            stop=base.strings(body.get("stop"), "stop"),
-            stream=body.get("stream") is True,
-            include_usage=options.get("include_usage") is True,
-            body=body,
-        )
+        return chat_request.parse(body, self.name)
 
     def writer(self, request: CallRequest, answer: Answer) -> ChatWriter:
         """See Dialect.writer."""
@@ -70,7 +51,8 @@ class ChatCompletions:
 
     def error(self, error: BadRequest) -> dict[str, Any]:
         """See Dialect.error."""
-        message, code = str(error), None
+        message = str(error)
+        code = None
         if error.kind == "overflow":
             code = "context_length_exceeded"
             message = (
@@ -100,7 +82,8 @@ class ChatWriter:
 
     def part(self, part: OutputEvent | ToolCall) -> bytes:
         if isinstance(part, ToolCall):
-            index, self._num_calls = self._num_calls, self._num_calls + 1
+            index = self._num_calls
+            self._num_calls += 1
             # Name and arguments go in separate chunks: clients that merge deltas lose arguments
             # sent with the name.
             return self._delta({"tool_calls": [{"index": index, **_call(part, "")}]}) + self._delta(
@@ -146,83 +129,3 @@ def _usage(answer: Answer) -> dict[str, Any]:
 def _call(call: ToolCall, arguments: str) -> dict[str, Any]:
     function = {"name": call.name, "arguments": arguments}
     return {"id": f"call_{call.call_id}", "type": "function", "function": function}
-
-
-# parsing ------------------------------
-
-
-def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
-    tools = []
-    for index, tool in enumerate(base.entries(body.get("tools"), "tools")):
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            raise BadRequest(f"tools.{index}.function: expected an object")
-        tools.append(
-            base.function_tool(
-                function.get("name"),
-                function.get("description"),
-                function.get("parameters"),
-                f"tools.{index}.function",
-            )
-        )
-    return tools
-
-
-def _messages(body: dict[str, Any]) -> list[Message]:
-    turns = base.entries(body.get("messages"), "messages")
-    if not turns:
-        raise BadRequest("messages: at least one message is required")
-    return [_message(turn, f"messages.{index}") for index, turn in enumerate(turns)]
-
-
-def _message(turn: dict[str, Any], where: str) -> Message:
-    role = turn.get("role")
-    content = _content(turn.get("content"), where)
-    if role in ("system", "developer"):
-        return {"role": "system", "content": content}
-    if role == "user":
-        return {"role": "user", "content": content}
-    if role in ("tool", "function"):
-        return {
-            "role": "tool",
-            "tool_call_id": base.text_of(turn.get("tool_call_id"), where),
-            "content": content,
-        }
-    if role != "assistant":
-        raise BadRequest(
-            f"{where}.role: expected system, developer, user, assistant or tool, found {role!r}"
-        )
-    message: Message = {"role": "assistant", "content": content}
-    reasoning = turn.get("reasoning_content") or turn.get("reasoning")
-    if isinstance(reasoning, str):
-        message["reasoning_content"] = base.clean(reasoning)
-    calls = [
-        _echoed(call, where) for call in base.entries(turn.get("tool_calls"), f"{where}.tool_calls")
-    ]
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _content(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    texts = []
-    for part in base.blocks(content, where):
-        kind = part["type"]
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise BadRequest(f"{where}: " + _NO_MEDIA.format(kind=kind))
-        texts.append(base.text_of(part.get("text", part.get("refusal")), where))
-    return "\n\n".join(texts)
-
-
-def _echoed(call: dict[str, Any], where: str) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise BadRequest(f"{where}.tool_calls: expected an object under function")
-    name = base.text_of(function.get("name"), f"{where}.tool_calls.function.name")
-    arguments = base.arguments_of(
-        function.get("arguments"), f"{where}.tool_calls.function.arguments"
-    )
-    call_id = base.text_of(call.get("id"), f"{where}.tool_calls.id")
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,4 +1,7 @@
-"""OpenAI Responses (stateless: each request carries its whole input)."""
+"""OpenAI Responses (stateless: each request carries its whole input): answers, whole and as events.
+
+Bodies are read in `responses_request`.
+"""
 
 from __future__ import annotations
 
@@ -6,45 +9,30 @@ from typing import Any
 
 import orjson
 
-from gyre_megatron.proxy.dialects import base
-from gyre_megatron.proxy.dialects.base import Answer, sse
-from gyre_megatron.text.conversation import (
-    BadRequest,
-    CallRequest,
-    Message,
-    ToolCall,
-    provenance_of,
-)
+from gyre_megatron.proxy.dialects import responses_request
+from gyre_megatron.proxy.dialects.base import Answer, Dialect, sse
+from gyre_megatron.proxy.dialects.responses_request import custom_tools, namespace_of
+from gyre_megatron.text.conversation import BadRequest, CallRequest, ToolCall
 from gyre_megatron.text.output_parser import OutputEvent
 
-_TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
-_CALLS = {"function_call": "arguments", "custom_tool_call": "input", "local_shell_call": "action"}
-_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+# Where a call's arguments stand in its item, and what their events are called.
+_ARGUMENTS = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
 
 
-class Responses:
+class Responses(Dialect):
     """`POST /v1/responses`."""
 
     name = "responses"
+    paths = ("/v1/responses", "/responses")
+    body_type = responses_request.ResponsesBody
     overflow_in_stream = True
 
-    def parse(self, body: dict[str, Any]) -> CallRequest:
+    def parse(self, body: bytes) -> CallRequest:
         """See Dialect.parse."""
-        if body.get("previous_response_id") is not None:
-            raise BadRequest(
-                "previous_response_id: responses are not kept; send the whole input instead"
-            )
-        return CallRequest(
-            dialect=self.name,
-            model=base.text_of(body.get("model"), "model"),
-            messages=_messages(body),
-            tools=_tools(body),
-            max_tokens=base.whole(body, "max_output_tokens"),
-            temperature=base.number(body, "temperature", 0.0, 2.0),
-            top_p=base.number(body, "top_p", 0.0, 1.0),
-            stream=body.get("stream") is True,
-            body=body,
-        )
+        return responses_request.parse(body, self.name)
 
     def writer(self, request: CallRequest, answer: Answer) -> ResponsesWriter:
         """See Dialect.writer."""
@@ -127,9 +115,10 @@ class ResponsesWriter:
         )
 
     def _close(self) -> bytes:
-        part, self._open = self._open, None
+        part = self._open
         if part is None:
             return b""
+        self._open = None
         place = self._place(part.kind)
         prefix = (
             "response.output_text" if part.kind == "text" else "response.reasoning_summary_text"
@@ -144,8 +133,7 @@ class ResponsesWriter:
     def _tool(self, call: ToolCall) -> bytes:
         index = len(self._items)
         item = _item(self._request, self._answer, index, call)
-        field = _CALLS[item["type"]]
-        kind = "function_call_arguments" if field == "arguments" else "custom_tool_call_input"
+        field, kind = _ARGUMENTS[item["type"]]
         place = {"item_id": item["id"], "output_index": index}
         events = self._event(
             "response.output_item.added",
@@ -179,7 +167,6 @@ def _response(
     request: CallRequest, answer: Answer, status: str, items: list[dict[str, Any]]
 ) -> dict[str, Any]:
     ended = status in ("completed", "incomplete")
-    body = request.body
     return {
         "id": f"resp_{answer.call_id}",
         "object": "response",
@@ -187,7 +174,7 @@ def _response(
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": body.get("instructions"),
+        "instructions": request.body.instructions,
         "metadata": {},
         "model": answer.model,
         "output": items,
@@ -260,165 +247,10 @@ def _call_item(request: CallRequest, call: ToolCall) -> dict[str, Any]:
         "name": call.name,
         "status": "completed",
     }
-    if call.name in _custom_tools(request.body):
+    if call.name in custom_tools(request.body):
         value = orjson.loads(call.arguments).get("input", "")
         text = value if isinstance(value, str) else orjson.dumps(value).decode()
         return {"type": "custom_tool_call", **common, "input": text}
-    namespace = _namespace_of(request.body, call.name)
+    namespace = namespace_of(request.body, call.name)
     inside = {"namespace": namespace} if namespace else {}
     return {"type": "function_call", **common, **inside, "arguments": call.arguments}
-
-
-# parsing ------------------------------
-
-
-def _custom_tools(body: dict[str, Any]) -> set[str]:
-    tools = body.get("tools") or []
-    return {
-        str(tool.get("name"))
-        for tool in tools
-        if isinstance(tool, dict) and tool.get("type") == "custom"
-    }
-
-
-def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Functions (also those inside a namespace), and custom tools as functions of one `input`.
-
-    Tools that a server would run, such as web_search, are not offered to the model.
-    """
-    tools = []
-    for where, tool in _flat(base.entries(body.get("tools"), "tools"), "tools"):
-        if tool.get("type") == "function":
-            tools.append(
-                base.function_tool(
-                    tool.get("name"), tool.get("description"), tool.get("parameters"), where
-                )
-            )
-        elif tool.get("type") == "custom":
-            schema = {
-                "type": "object",
-                "properties": {"input": {"type": "string"}},
-                "required": ["input"],
-            }
-            tools.append(
-                base.function_tool(tool.get("name"), tool.get("description"), schema, where)
-            )
-    return tools
-
-
-def _flat(tools: list[dict[str, Any]], where: str) -> list[tuple[str, dict[str, Any]]]:
-    flat = []
-    for index, tool in enumerate(tools):
-        place = f"{where}.{index}"
-        if tool.get("type") == "namespace":
-            flat += [
-                (f"{place}.tools.{i}", t)
-                for i, t in enumerate(base.entries(tool.get("tools"), place))
-            ]
-        else:
-            flat.append((place, tool))
-    return flat
-
-
-def _namespace_of(body: dict[str, Any], name: str) -> str | None:
-    for tool in body.get("tools") or []:
-        if tool.get("type") == "namespace" and any(
-            inner.get("name") == name for inner in tool.get("tools") or []
-        ):
-            return str(tool.get("name"))
-    return None
-
-
-def _messages(body: dict[str, Any]) -> list[Message]:
-    messages: list[Message] = []
-    instructions = base.text_of(body.get("instructions"), "instructions")
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
-    items = body.get("input")
-    if isinstance(items, str):
-        return [*messages, {"role": "user", "content": base.clean(items)}]
-    found = base.entries(items, "input")
-    if not found:
-        raise BadRequest("input: at least one item is required")
-    for index, item in enumerate(found):
-        _add_item(messages, item, f"input.{index}")
-    return messages
-
-
-def _add_item(messages: list[Message], item: dict[str, Any], where: str) -> None:
-    kind = item.get("type") or "message"
-    if kind == "message":
-        _add_message(messages, item, where)
-    elif kind == "reasoning":
-        _assistant(messages, provenance_of(item.get("encrypted_content")))
-    elif kind in _CALLS:
-        call = _echoed(item, kind, where)
-        message = _assistant(messages, provenance_of(call["id"]))
-        message.setdefault("tool_calls", []).append(call)
-    elif kind in _OUTPUTS:
-        call_id = base.text_of(item.get("call_id"), f"{where}.call_id")
-        messages.append(
-            {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"), where)}
-        )
-    elif kind == "item_reference":
-        raise BadRequest(
-            f"{where}: items are not kept; send the item itself instead of a reference"
-        )
-    else:
-        text = orjson.dumps(item, option=orjson.OPT_SORT_KEYS).decode()
-        messages.append({"role": "user", "content": text})
-
-
-def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> None:
-    role, text = item.get("role"), _text(item.get("content"), where)
-    if role == "assistant":
-        identity = item.get("id")
-        parts = identity.split("_") if isinstance(identity, str) else []
-        provenance = (
-            provenance_of(f"call_{parts[1]}_0") if len(parts) == 3 and parts[0] == "msg" else None
-        )
-        message = _assistant(messages, provenance)
-        message["content"] += text
-    elif role in ("system", "developer"):
-        messages.append({"role": "system", "content": text})
-    elif role == "user":
-        messages.append({"role": "user", "content": text})
-    else:
-        raise BadRequest(
-            f"{where}.role: expected user, assistant, system or developer, found {role!r}"
-        )
-
-
-def _assistant(messages: list[Message], provenance: str | None) -> Message:
-    """The answer that the last items belong to, or a new one where another call begins."""
-    last = messages[-1] if messages else {}
-    known = last.get("provenance")
-    if last.get("role") != "assistant" or (provenance and known and provenance != known):
-        last = {"role": "assistant", "content": ""}
-        messages.append(last)
-    if provenance:
-        last["provenance"] = provenance
-    return last
-
-
-def _echoed(item: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
-    arguments: Any = item.get(_CALLS[kind])
-    if kind == "custom_tool_call":
-        arguments = {"input": base.text_of(arguments, f"{where}.input")}
-    name = base.text_of(item.get("name"), f"{where}.name") or kind
-    call_id = base.text_of(item.get("call_id"), f"{where}.call_id")
-    parsed = base.arguments_of(arguments, f"{where}.{_CALLS[kind]}")
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
-
-
-def _text(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    texts = []
-    for part in base.blocks(content, where, _TEXT_TYPES):
-        if part["type"] not in _TEXT_TYPES:
-            raise BadRequest(
-                f"{where}: this model reads text only; leave out the {part['type']} part"
-            )
-        texts.append(base.text_of(part.get("text", part.get("refusal")), where))
-    return "\n\n".join(texts)

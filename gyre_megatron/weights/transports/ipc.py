@@ -55,7 +55,7 @@ class IpcTransport(Transport):
         name: str = "gyre/weights/ipc",
         timeout_s: float = 60.0,
         staging_bytes: int = 128 << 20,
-        directory: str = "/dev/shm",
+        directory: str | Path = "/dev/shm",
     ) -> None:
         super().__init__(store, process, num_processes, name, timeout_s, staging_bytes)
         self._directory = directory
