@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gyre_megatron.config.loader import GyreConfig, load_config
+from gyre_megatron.config.model import Architecture
 from gyre_megatron.engines.router import Router
 from gyre_megatron.errors import ConfigError, GyreError, RunDirectoryError
 from gyre_megatron.harness.runner import HarnessContext, end_orphaned_harnesses
@@ -40,6 +41,8 @@ from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.runtime.run_state import RunState
 from gyre_megatron.text.renderer import Renderer
+from gyre_megatron.trajectory.advantages import ADVANTAGES
+from gyre_megatron.trajectory.cost import linear_cost
 from gyre_megatron.trajectory.store import TrajectoryStore
 
 CELLS_END_S = 15.0
@@ -105,7 +108,9 @@ def _compose(
     # Whatever a user can get wrong is read before the store exists: a run that never began must
     # not look like one that can be resumed.
     renderer = Renderer.from_checkpoint(spec.checkpoint, config.rollout.proxy)
+    architecture = Architecture.from_checkpoint(spec.checkpoint)
     tasks = _load_tasks(config)
+    ADVANTAGES.load(config.rollout.processor.advantage)
     latest = directory.latest_checkpoint() if spec.resume else None
     trained_steps = latest.step if latest else 0
     store = TrajectoryStore(directory.store_file)
@@ -126,7 +131,7 @@ def _compose(
     run = RunState.at_start(config.cluster.num_cells, trained_steps)
     micro_steps = MicroStepQueue()
     replicas = spec.ranks_per_cell // config.training.min_ranks
-    batch = BatchBuilder(store, config, micro_steps, bins_per_micro_step=replicas)
+    batch = BatchBuilder(store, config, micro_steps, replicas, linear_cost(architecture))
 
     def micro_step_trained(cell: int, metrics: dict[str, float]) -> None:
         batch.micro_step_trained(cell, metrics)
