@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from gyre_megatron.errors import VersionError
 from gyre_megatron.cpu import megatron as megatron_cpu
+from gyre_megatron.errors import VersionError
 
 
 def test_an_untested_version_is_refused(monkeypatch) -> None:
