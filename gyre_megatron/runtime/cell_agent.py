@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -32,11 +33,13 @@ from gyre_megatron.scheduler.orders import (
     Sync,
     Wait,
 )
-from gyre_megatron.training import Trainer
 from gyre_megatron.trajectory.packing import PackedBin
 from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.chain import chain_broadcast
 from gyre_megatron.weights.process_groups import CrossCellGroups
+
+if TYPE_CHECKING:
+    from gyre_megatron.training import Trainer
 
 Metrics = dict[str, float]
 
