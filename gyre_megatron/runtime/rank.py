@@ -255,7 +255,10 @@ def _connect(config: GyreConfig, place: RankPlace) -> CrossCellGroups:
 
 
 def _restore(
-    trainer: training.Trainer, groups: CrossCellGroups, directory: RunDirectory, weights: WeightsConfig
+    trainer: training.Trainer,
+    groups: CrossCellGroups,
+    directory: RunDirectory,
+    weights: WeightsConfig,
 ) -> None:
     """The core reads the latest checkpoint; every other cell takes its weights from the core."""
     if groups.cell == 0:
