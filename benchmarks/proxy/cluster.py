@@ -150,7 +150,9 @@ def _serve_proxy(port: int, engine_url: str, folder: Path) -> None:
             execution_id = store.add_group(group, {"task": "bench"}, 1, 0)[0]
             return {"execution": execution_id, "token": store.start_execution(execution_id)}
 
-        server = uvicorn.Config(app, port=port, log_level="warning", lifespan="off")
+        server = uvicorn.Config(
+            app, port=port, log_level="warning", lifespan="off", timeout_keep_alive=600
+        )
         await uvicorn.Server(server).serve()
 
     asyncio.run(main())

@@ -17,7 +17,7 @@ from pathlib import Path
 def _import_sglang() -> None:
     from gyre_megatron.cpu.sglang import launch
 
-    launch.enable_cpu()
+    launch.install()
     import torch
 
     library = torch.library.Library("sgl_kernel", "FRAGMENT")  # names that qwen3_5 binds at import
