@@ -28,6 +28,7 @@ COMMANDS = {
     "report": ("gyre_megatron.observe.report", "tables and plots of a run"),
     "trajectory": ("gyre_megatron.trajectory.__main__", "look into the executions of a run"),
     "config": ("gyre_megatron.config.__main__", "show a configuration and where it comes from"),
+    "doctor": ("gyre_megatron.commands.doctor", "check this machine, and say how to mend it"),
 }
 """Subcommand -> (module with `main(arguments) -> exit code`, its line in the help)."""
 

@@ -76,7 +76,7 @@ def test_each_command_shows_its_own_help(command, capsys):
         (["plan", "--config", "qwen3_8b", "--train", "zz2"], "'zz2' in layout 'zz2' is not one of"),
         (
             ["plan", "--config", "qwen3_8b", "--train", "pp5,vpp2"],
-            "do not divide over pp=5 x vpp=2",
+            "training.pp*vpp=10 does not divide",
         ),
         (["config", "show", "demo_cpu", "--set", "run.num_step=1"], "did you mean run.num_steps?"),
         (
