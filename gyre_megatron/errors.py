@@ -20,6 +20,10 @@ class VersionError(GyreError, ImportError):
     """An installed dependency is missing or has a version that was not tested."""
 
 
+class DeviceError(GyreError, RuntimeError):
+    """The device that an operation needs is not there, or cannot do it."""
+
+
 class LayoutError(GyreError, ValueError):
     """A weight layout contradicts itself, the model or another layout."""
 

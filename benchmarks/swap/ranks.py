@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gyre_megatron.cpu import enable_cpu
+
 
 def _enter(function: Callable, rank: int, size: int, port: int, pipe, args: tuple) -> None:
     torch.set_num_threads(1)
@@ -33,6 +35,8 @@ def run_ranks(function: Callable, size: int, *args: Any, timeout_s: float = 540)
     Raises:
         RuntimeError: a rank failed or did not answer in time; all are killed.
     """
+    if not torch.cuda.is_available():
+        enable_cpu()
     context = multiprocessing.get_context("fork")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []

@@ -68,9 +68,12 @@ def make_trainer():
     import torch.distributed as dist
 
     from gyre_megatron.config.training import TrainingConfig
+    from gyre_megatron.cpu import enable_cpu
     from gyre_megatron.training import Trainer
 
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        enable_cpu()
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return Trainer(TrainingConfig(token_budget=BUDGET), MODEL, with_optimizer=False)

@@ -83,9 +83,13 @@ class HarnessConfig(Section):
 
     tasks: UserPath | None = None
     """Directory of tasks, one sub-directory with a task.yaml each."""
+    kind: str = "command"
+    """How a harness runs: command, or your own `module:function`, an async function that is given a
+    harness.HarnessRequest."""
     command: str | None = None
     """Harness command of tasks that name none; {prompt}, {prompt_file}, {workspace}, {task},
-    {model}, {base_url} are filled in word by word (no shell)."""
+    {model}, {base_url} are filled in word by word (no shell); other braces stay as they are, and
+    {{prompt}} is a literal {prompt}."""
     workspaces: UserPath | None = None
     """Where workspaces are made; null takes a folder beside the store."""
     keep_workspaces: bool = False
@@ -103,7 +107,8 @@ class HarnessConfig(Section):
     max_output_kib: int = Field(1024, gt=0)
     """Output kept of each stream; the rest is read and thrown away."""
     container_prefix: list[str] = Field(default_factory=list)
-    """Words put before the command, for example a container runtime with its options."""
+    """Words put before the command, for example a container runtime with its options; the same
+    placeholders are filled in."""
     pass_environment: list[str] = Field(default_factory=lambda: ["PATH", "LANG", "LC_ALL", "TZ"])
     """Variables copied from the control plane; everything else is withheld."""
     environment: dict[str, str] = Field(default_factory=dict)

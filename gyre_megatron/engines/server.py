@@ -6,8 +6,6 @@ lives in its own process group and dies with the process that started it.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -22,7 +20,7 @@ from gyre_megatron.config.cluster import EngineConfig
 from gyre_megatron.engines.client import EngineHttp
 from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.errors import EngineError
-from gyre_megatron.processes import child_environment
+from gyre_megatron.processes import child_environment, group_members, send
 
 LOG_TAIL_LINES = 25
 STOP_TIMEOUT_S = 15.0
@@ -223,20 +221,16 @@ class SglangServer:
         if self._process is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
-            _signal_group(self._process.pid, number)
+            send(group_members(self._process.pid), number)
             try:
                 self._process.wait(STOP_TIMEOUT_S if number == signal.SIGTERM else None)
                 break
             except subprocess.TimeoutExpired:
                 continue
-        _signal_group(self._process.pid, signal.SIGKILL)  # workers that outlived their parent
+        # Workers may outlive their parent.
+        send(group_members(self._process.pid), signal.SIGKILL)
         self._process = None
         self.http.close()
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
 
 
 def _free_port(host: str) -> int:

@@ -1,30 +1,34 @@
-"""Scoring what is left in a workspace: a hidden pytest suite, a command, or a Python function.
+"""Scoring what is left in a workspace: a hidden pytest suite, a command, or a function of your own.
 
-An evaluator that cannot do its work raises EvaluatorFailure; that is never a zero. Scores are in
-[0, 1].
+The extension point `evaluator.kind` of a task. An evaluator that cannot do its work raises
+EvaluatorFailure; that is never a zero. Scores are in [0, 1].
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
+import inspect
 import json
 import math
 import os
 import secrets
-import shlex
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gyre_megatron.errors import GyreError
+from gyre_megatron.extensions import ExtensionPoint
+from gyre_megatron.harness.commands import fill_words, split_command
 from gyre_megatron.harness.subprocesses import Limits, run_program
-from gyre_megatron.harness.tasks import Task
+from gyre_megatron.harness.task_spec import Task
 from gyre_megatron.harness.workspace import copy_contained
+
+EVALUATOR_PLACEHOLDERS = ("task", "workspace")
 
 
 class EvaluatorFailure(GyreError, RuntimeError):
@@ -57,10 +61,10 @@ async def evaluate(
             raise EvaluatorFailure(
                 f"the workspace {workspace} could not be copied: {error}"
             ) from error
-        score = await _EVALUATORS[task.evaluator.kind](task, copy, limit, environment)
-    return Score(
-        score.reward, {**score.detail, **({"left_out": left_out[:20]} if left_out else {})}
-    )
+        score = await load_evaluator(task)(task, copy, limit, environment)
+    if not left_out:
+        return score
+    return Score(score.reward, {**score.detail, "left_out": left_out[:20]})
 
 
 async def _pytest(
@@ -119,6 +123,7 @@ async def _pytest(
 
 
 def _outcomes(lines: list[str], nonce: str) -> tuple[set[str], set[str]]:
+    """Names of the tests that passed and that failed; lines without the nonce are forged."""
     passed: set[str] = set()
     failed: set[str] = set()
     for line in lines:
@@ -132,10 +137,10 @@ async def _command(
     task: Task, workspace: Path, timeout_s: float, environment: dict[str, str]
 ) -> Score:
     """The last line the command prints is a JSON object with `reward`."""
-    words = [
-        w.format(task=task.directory, workspace=workspace)
-        for w in shlex.split(task.evaluator.command)
-    ]
+    words = fill_words(
+        split_command(task.evaluator.command, "evaluator.command"),
+        {"task": task.directory, "workspace": workspace},
+    )
     variables = {**environment, "GYRE_WORKSPACE": str(workspace), "GYRE_TASK": str(task.directory)}
     try:
         finished = await run_program(
@@ -158,37 +163,59 @@ async def _command(
         ) from error
 
 
-async def _python(
-    task: Task, workspace: Path, timeout_s: float, environment: dict[str, str]
+async def _function(
+    function: Callable[[Path, Path], Any],
+    task: Task,
+    workspace: Path,
+    timeout_s: float,
+    environment: dict[str, str],
 ) -> Score:
-    """A trusted function of ours, called in a thread with (workspace, task directory); returns a
-    reward or a Score."""
+    """A trusted function, called with (workspace, task directory); it gives a reward, or a dict
+    with one."""
     try:
-        function = _function(task)
         async with asyncio.timeout(timeout_s):
-            result = await asyncio.to_thread(function, workspace, task.directory)
-    except Exception as error:
-        raise EvaluatorFailure(
-            f"{task.evaluator.function} failed: {type(error).__name__}: {error}"
-        ) from error
-    if isinstance(result, dict):
-        return Score(
-            _reward(result.get("reward")), {k: v for k, v in result.items() if k != "reward"}
-        )
-    return Score(_reward(result))
+            if inspect.iscoroutinefunction(function):
+                result = await function(workspace, task.directory)
+            else:
+                result = await _in_own_thread(partial(function, workspace, task.directory))
+    except Exception as error:  # whatever somebody's function raises
+        name = getattr(function, "__name__", task.evaluator.kind)
+        raise EvaluatorFailure(f"{name} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(result, dict):
+        return Score(_reward(result))
+    detail = {key: value for key, value in result.items() if key != "reward"}
+    return Score(_reward(result.get("reward")), detail)
 
 
-def _function(task: Task) -> Callable[[Path, Path], Any]:
-    place, _, name = task.evaluator.function.partition(":")
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), name)
-    file = task.directory / place
-    spec = importlib.util.spec_from_file_location(f"gyre_task_{task.name}", file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+async def _in_own_thread(work: Callable[[], Any]) -> Any:
+    """Run blocking work in a daemon thread of its own.
+
+    Work that never returns must neither take a place in the pool that everything else shares, nor
+    keep the process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if done.cancelled():  # the timeout has passed
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as raised:  # SystemExit too is a failure of the evaluator only
+            error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="evaluator", daemon=True).start()
+    return await done
 
 
 def _reward(value: Any) -> float:
@@ -206,4 +233,34 @@ def _tail(output: bytes) -> str:
     return output.decode(errors="replace")[-500:]
 
 
-_EVALUATORS = {"pytest": _pytest, "command": _command, "python": _python}
+Evaluator = Callable[..., Any]
+"""Ours are coroutines of (task, workspace, timeout_s, environment)."""
+
+_OURS: dict[str, Evaluator] = {"pytest": _pytest, "command": _command}
+
+EVALUATORS: ExtensionPoint[Callable[..., Any]] = ExtensionPoint(
+    key="evaluator.kind",
+    parameters=("workspace", "task"),  # of your own; ours, which are told by name, take more
+    builtin=_OURS,
+    returns="a reward in [0, 1], or a dict with `reward`",
+)
+
+
+def load_evaluator(task: Task) -> Evaluator:
+    """The evaluator that a task names; a file is looked for beside its task.yaml.
+
+    Raises:
+        ConfigError: there is none, or it cannot be called with (workspace, task directory).
+    """
+    spec = task.evaluator
+    if spec.kind in _OURS:
+        return _OURS[spec.kind]
+    point = EVALUATORS
+    name = spec.kind
+    if name == "python":
+        point = replace(EVALUATORS, key="evaluator.function", builtin={})
+        name = spec.function
+    where, colon, function = name.rpartition(":")
+    if where.endswith(".py"):
+        name = f"{task.directory / where}{colon}{function}"
+    return partial(_function, point.load(name))

@@ -1,5 +1,4 @@
-"""One execution: a workspace, a harness program in it, a score of what it left, and how it all
-ended.
+"""One execution: a workspace, a harness in it, a score of what it left, and how it all ended.
 
 The harness knows a base URL and a key. Whatever ends it (its own exit, its timeout, a limit), the
 workspace is scored.
@@ -10,29 +9,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shlex
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gyre_megatron.config.rollout import RolloutConfig
-from gyre_megatron.errors import ConfigError
+from gyre_megatron.harness.commands import fill_words
 from gyre_megatron.harness.evaluators import EvaluatorFailure, evaluate
-from gyre_megatron.harness.subprocesses import Finished, Limits, end_orphans, run_program
-from gyre_megatron.harness.tasks import Task
+from gyre_megatron.harness.extensions import command_words
+from gyre_megatron.harness.harnesses import (
+    HarnessNotStarted,
+    HarnessRequest,
+    load_harness,
+    run_harness,
+)
+from gyre_megatron.harness.subprocesses import Finished, Limits
+from gyre_megatron.harness.task_spec import Task
 from gyre_megatron.harness.workspace import Workspace
+from gyre_megatron.processes import marked, send
 from gyre_megatron.trajectory.records import ExecutionRecord, Outcome
 from gyre_megatron.trajectory.store import TrajectoryStore
 
 log = logging.getLogger(__name__)
 
 EXECUTION_VARIABLE = "GYRE_EXECUTION"
-_NOT_STARTED = (
-    125,
-    126,
-    127,
-)  # what shells and container runtimes say when a program or an image is not to be had
+# What shells and container runtimes say when a program or an image is not to be had.
+_NOT_STARTED = (125, 126, 127)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def end_orphaned_harnesses(store: TrajectoryStore) -> int:
     running = {
         _label(store, execution.execution_id) for execution in store.executions(states=["running"])
     }
-    return end_orphans(EXECUTION_VARIABLE, running) if running else 0
+    return send(marked(EXECUTION_VARIABLE, running), signal.SIGKILL) if running else 0
 
 
 async def _run_and_score(
@@ -87,38 +91,45 @@ async def _run_and_score(
     detail: dict[str, Any] = {}
     try:
         await asyncio.to_thread(workspace.create, task.directory / "workspace", task.prompt)
-        finished = await _run_harness(context, execution, task, workspace, token)
+        request = _request(context, execution, task, workspace, token)
+        finished = await run_harness(load_harness(context.config.harness.kind), request)
         detail["harness"] = _summary(finished)
-    except OSError as error:
+        _keep_output(execution, workspace, finished)
+    except (OSError, HarnessNotStarted) as error:
         # Nothing ran, so there is nothing to score: a placeholder, not a verdict on the policy.
         log.warning("execution %s could not start: %s", execution.execution_id, error)
-        return Outcome("placeholder", 0.0, {"reason": f"the harness could not be started: {error}"})
+        return Outcome("placeholder", 0.0, {"reason": str(error)})
     if finished.code in _NOT_STARTED and not context.store.calls(execution.execution_id):
         said = finished.stderr.decode(errors="replace")[-500:]
         return Outcome("placeholder", 0.0, {**detail, "reason": f"the harness never began: {said}"})
     return await _score(context, task, workspace, detail)
 
 
-async def _run_harness(
+def _request(
     context: HarnessContext,
     execution: ExecutionRecord,
     task: Task,
     workspace: Workspace,
     token: str,
-) -> Finished:
+) -> HarnessRequest:
     config = context.config.harness
-    limits = Limits(
-        task.timeout_s or config.timeout_s,
-        config.cpu_s,
-        config.memory_mib,
-        config.max_file_mib,
-        config.max_output_kib,
+    timeout_s = task.timeout_s or config.timeout_s
+    return HarnessRequest(
+        base_url=context.base_url,
+        key=token,
+        model=context.model_name,
+        prompt=task.prompt,
+        workspace=workspace.work,
+        timeout_s=timeout_s,
+        command=tuple(_command(context, task, workspace)),
+        environment=_environment(context, execution, task, workspace, token),
+        limits=Limits(
+            timeout_s, config.cpu_s, config.memory_mib, config.max_file_mib, config.max_output_kib
+        ),
     )
-    command = _command(context, task, workspace)
-    environment = _environment(context, execution, task, workspace, token)
-    finished = await run_program(
-        command, workspace.work, environment, limits, config.container_prefix
-    )
+
+
+def _keep_output(execution: ExecutionRecord, workspace: Workspace, finished: Finished) -> None:
     (workspace.root / "stdout.log").write_bytes(finished.stdout)
     (workspace.root / "stderr.log").write_bytes(finished.stderr)
     if finished.code != 0:
@@ -130,15 +141,9 @@ async def _run_harness(
             finished.code,
             tail,
         )
-    return finished
 
 
 def _command(context: HarnessContext, task: Task, workspace: Workspace) -> list[str]:
-    template = task.command or context.config.harness.command
-    if not template:
-        raise ConfigError(
-            f"task {task.name} names no command and rollout.harness.command is not set"
-        )
     values = {
         "prompt": task.prompt,
         "prompt_file": workspace.prompt_file,
@@ -147,7 +152,7 @@ def _command(context: HarnessContext, task: Task, workspace: Workspace) -> list[
         "model": context.model_name,
         "base_url": context.base_url,
     }
-    return [word.format(**values) for word in shlex.split(template)]
+    return fill_words(command_words(task, context.config.harness), values)
 
 
 def _environment(

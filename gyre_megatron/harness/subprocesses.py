@@ -1,22 +1,32 @@
 """Running other people's programs: own session, clean environment, limits, and nobody left behind.
 
 The child is put into its own process group through util-linux's `setpriv` (dies with the control
-plane) and `prlimit`.
+plane) and `prlimit`. Every program carries a mark in its environment, by which also those of its
+processes are found that left the group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gyre_megatron.processes import group_members, marked, resident_bytes, send
+
+log = logging.getLogger(__name__)
+
+PROGRAM_VARIABLE = "GYRE_PROGRAM"
 _POLL_S = 0.5
 _TERM_GRACE_S = 1.0
+_KILL_TIMEOUT_S = 5.0  # one that waits for a dead disk cannot be killed
+_OUTPUT_GRACE_S = 2.0  # a pipe that somebody else holds open is not waited for
 
 
 @dataclass(frozen=True)
@@ -48,22 +58,24 @@ class Finished:
 
 
 async def run_program(
-    command: Sequence[str],
-    cwd: Path,
-    environment: Mapping[str, str],
-    limits: Limits,
-    own_prefix: Sequence[str] = (),
+    command: Sequence[str], cwd: Path, environment: Mapping[str, str], limits: Limits
 ) -> Finished:
-    """Run to the end or to a limit; the whole process group is gone afterwards.
+    """Run to the end or to a limit; all that it started is gone afterwards.
+
+    Args:
+        command: Program and words; no shell.
+        cwd: Where it works.
+        environment: All of its variables, but for a mark that is added.
 
     Raises:
         OSError: it cannot be started.
     """
     started = time.monotonic()
+    mark = secrets.token_hex(8)
     process = await asyncio.create_subprocess_exec(
-        *_limited(command, limits, own_prefix),
+        *_limited(command, limits),
         cwd=cwd,
-        env=dict(environment),
+        env={**environment, PROGRAM_VARIABLE: mark},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -77,8 +89,8 @@ async def run_program(
     try:
         reason = await _wait(process, limits, started)
     finally:
-        await _end_group(process)
-        await asyncio.wait(readers, timeout=2.0)
+        await _end(process, mark)
+        await asyncio.wait(readers, timeout=_OUTPUT_GRACE_S)
         for reader in readers:
             reader.cancel()
     output = [
@@ -89,13 +101,13 @@ async def run_program(
     )
 
 
-def _limited(command: Sequence[str], limits: Limits, prefix: Sequence[str]) -> list[str]:
+def _limited(command: Sequence[str], limits: Limits) -> list[str]:
     words = ["setpriv", "--pdeathsig", "KILL", "prlimit", "--core=0"]
     if limits.cpu_s is not None:
         words.append(f"--cpu={limits.cpu_s}")
     if limits.max_file_mib is not None:
         words.append(f"--fsize={limits.max_file_mib << 20}")
-    return [*words, "--", *prefix, *command]
+    return [*words, "--", *command]
 
 
 async def _wait(process: asyncio.subprocess.Process, limits: Limits, started: float) -> str:
@@ -105,27 +117,61 @@ async def _wait(process: asyncio.subprocess.Process, limits: Limits, started: fl
             return "timeout"
         try:
             async with asyncio.timeout(min(left, _POLL_S) if limits.memory_mib else left):
-                await process.wait()
+                await _exit_of(process)
             return "exit"
         except TimeoutError:
-            if limits.memory_mib and _group_rss(process.pid) > limits.memory_mib << 20:
+            if limits.memory_mib is None:
+                continue
+            if await asyncio.to_thread(_resident, process.pid) > limits.memory_mib << 20:
                 return "memory"
 
 
-async def _end_group(process: asyncio.subprocess.Process) -> None:
-    """Ask the whole group to end, then make it."""
+def _resident(pid: int) -> int:
+    return resident_bytes(group_members(pid))
+
+
+async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
+    """Ask everybody to end, then make them: also those that called setsid, or lost their parent."""
     if process.returncode is None:
-        _signal_group(process.pid, signal.SIGTERM)
+        send(await asyncio.to_thread(group_members, process.pid), signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TERM_GRACE_S):
-                await process.wait()
-    _signal_group(process.pid, signal.SIGKILL)
-    await process.wait()
+                await _exit_of(process)
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    num_clear = 0
+    # Twice: one that is starting a program at this moment shows no environment for an instant.
+    while num_clear < 2:
+        found = await asyncio.to_thread(_kill, process.pid, mark)
+        num_clear = 0 if found else num_clear + 1
+        if found and time.monotonic() > deadline:
+            log.warning("processes of program %d do not end even when killed", process.pid)
+            break
+        await asyncio.sleep(0.01)
+    while process.returncode is None:  # dead by now; asyncio's own watcher is about to say so
+        await asyncio.sleep(0.001)
 
 
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+async def _exit_of(process: asyncio.subprocess.Process) -> None:
+    """Wait until the process itself has ended.
+
+    Its own wait() waits for its pipes as well, which a daemon that it left behind keeps open.
+    """
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:  # ended and reaped already
+        return
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _kill(pid: int, mark: str) -> int:
+    return send([*group_members(pid), *marked(PROGRAM_VARIABLE, {mark})], signal.SIGKILL)
 
 
 async def _read(stream: asyncio.StreamReader | None, cap: int) -> bytes:
@@ -133,40 +179,3 @@ async def _read(stream: asyncio.StreamReader | None, cap: int) -> bytes:
     while stream is not None and (data := await stream.read(65_536)):
         kept += data[: cap - len(kept)]
     return bytes(kept)
-
-
-def _group_rss(group: int) -> int:
-    """Resident bytes of all processes of a group."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = 0
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended while we looked
-        if int(fields[2]) == group:
-            total += int(fields[21]) * page
-    return total
-
-
-def end_orphans(variable: str, values: set[str]) -> int:
-    """After a crash: kill processes whose environment has `variable` set to one of `values`;
-    returns how many."""
-    ended = 0
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            environment = Path(entry.path, "environ").read_bytes().split(b"\0")
-            name = variable.encode() + b"="
-            if any(
-                v.startswith(name) and v[len(name) :].decode(errors="replace") in values
-                for v in environment
-            ):
-                os.kill(int(entry.name), signal.SIGKILL)
-                ended += 1
-        except OSError:
-            continue  # it ended, or is not ours
-    return ended

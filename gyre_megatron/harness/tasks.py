@@ -1,72 +1,35 @@
-"""The task set: what a query asks, what lies in the workspace, and how the result is scored.
-
-A task is a directory: `task.yaml`, optional `workspace/` (copied in before the harness starts) and
-whatever its evaluator needs (`hidden/` tests, a script); nothing but `workspace/` is ever visible
-to the harness.
-"""
+"""The task set: every task.yaml of a directory, checked with its evaluator before a run starts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
-from gyre_megatron.config.base import Section, one_line
+from gyre_megatron.config.base import one_line
 from gyre_megatron.config.sources import read_mapping
 from gyre_megatron.errors import ConfigError
+from gyre_megatron.harness.commands import check_words, split_command
+from gyre_megatron.harness.evaluators import EVALUATOR_PLACEHOLDERS, load_evaluator
+from gyre_megatron.harness.task_spec import EvaluatorSpec, Task
 
-
-class EvaluatorSpec(Section):
-    """How a task is scored."""
-
-    kind: Literal["pytest", "command", "python"]
-    tests: str = "hidden"
-    """pytest: directory of the hidden suite, inside the task."""
-    num_tests: int = 0
-    """pytest: tests of the suite, the denominator; collection errors then count as failures."""
-    command: str = ""
-    """command: program and words, run in a copy of the workspace; {task} and {workspace} are filled
-    in; prints JSON."""
-    function: str = ""
-    """python: `module:function` or `file.py:function` (inside the task); called with (workspace,
-    task directory)."""
-    timeout_s: float | None = None
-    """Null takes rollout.evaluator.timeout_s."""
-
-
-class Task(Section):
-    """One task.yaml."""
-
-    name: str = ""
-    """Null takes the directory's name."""
-    prompt: str
-    evaluator: EvaluatorSpec
-    command: str | None = None
-    """Harness command; null takes rollout.harness.command."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    """Variables for the harness in addition."""
-    timeout_s: float | None = None
-    """Wall time of the harness; null takes rollout.harness.timeout_s."""
-    tags: list[str] = Field(default_factory=list)
-    directory: Path = Path()
-    """Where the task lies; set when it is loaded."""
-
-    def query(self) -> dict[str, Any]:
-        """What the store keeps of a group that runs this task."""
-        return {"task": self.name}
+__all__ = ["EvaluatorSpec", "Task", "TaskSet"]
 
 
 class TaskSet(Mapping[str, Task]):
     """Tasks by name, in the order of their names."""
 
-    def __init__(self, tasks: list[Task]) -> None:
+    def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks = {task.name: task for task in sorted(tasks, key=lambda task: task.name)}
+        if len(self._tasks) < len(tasks):
+            (name, count), *_ = Counter(task.name for task in tasks).most_common()
+            raise ConfigError(f"{count} tasks have the name {name!r}; give each its own")
 
     @classmethod
     def load(cls, directory: str | Path) -> TaskSet:
-        """Read every `*/task.yaml` of a directory.
+        """Read every `*/task.yaml` of a directory and load its evaluator.
 
         Raises:
             ConfigError: there is none, or one is wrong.
@@ -113,7 +76,11 @@ def _check_evaluator(task: Task, file: Path) -> None:
         raise ConfigError(f"{file}: the hidden suite {spec.tests!r} is not a directory of the task")
     if spec.kind == "pytest" and spec.num_tests < 1:
         raise ConfigError(f"{file}: evaluator.num_tests must give the number of hidden tests")
-    if spec.kind == "command" and not spec.command:
-        raise ConfigError(f"{file}: evaluator.command is empty")
-    if spec.kind == "python" and spec.function.count(":") != 1:
-        raise ConfigError(f"{file}: evaluator.function must be module:function or file.py:function")
+    if spec.kind == "command":
+        key = f"{file}: evaluator.command"
+        check_words(split_command(spec.command, key), EVALUATOR_PLACEHOLDERS, key)
+    try:
+        load_evaluator(task)
+    except ConfigError as error:
+        # What somebody's module raised while it was imported may have many lines.
+        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error

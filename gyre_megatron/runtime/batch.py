@@ -16,7 +16,6 @@ from gyre_megatron.observe.batch_record import BatchRecord
 from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.trajectory.admission import pack_group
 from gyre_megatron.trajectory.fit import TrainingBounds
-from gyre_megatron.trajectory.packing import DEFAULT_LINEAR_COST
 from gyre_megatron.trajectory.processor import ProcessedGroup, process_group
 from gyre_megatron.trajectory.store import TrajectoryStore
 
@@ -31,6 +30,7 @@ class BatchBuilder:
         config: processor, packing and objective.
         micro_steps: where micro-steps are put.
         bins_per_micro_step: data-parallel replicas of a cell; each takes one bin.
+        linear_cost: of the model in training (`trajectory.cost`), to level bins.
     """
 
     def __init__(
@@ -39,11 +39,13 @@ class BatchBuilder:
         config: GyreConfig,
         micro_steps: MicroStepQueue,
         bins_per_micro_step: int,
+        linear_cost: int,
     ) -> None:
         self._store = store
         self._config = config
         self._micro_steps = micro_steps
         self._bins_per_micro_step = bins_per_micro_step
+        self._linear_cost = linear_cost
         self.record = BatchRecord()
 
     @property
@@ -89,7 +91,7 @@ class BatchBuilder:
         for excluded in processed.excluded:
             log.warning("group %s: %s", group_id, excluded)
         groups_per_step = self._config.scheduler.groups_per_step
-        bins = pack_group(processed, training, groups_per_step, DEFAULT_LINEAR_COST)
+        bins = pack_group(processed, training, groups_per_step, self._linear_cost)
         return processed, [packed.to_bytes() for packed in bins]
 
     def micro_step_trained(self, cell: int, metrics: dict[str, float]) -> None:

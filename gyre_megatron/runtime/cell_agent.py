@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -32,11 +33,13 @@ from gyre_megatron.scheduler.orders import (
     Sync,
     Wait,
 )
-from gyre_megatron.training import Trainer
 from gyre_megatron.trajectory.packing import PackedBin
 from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.chain import chain_broadcast
 from gyre_megatron.weights.process_groups import CrossCellGroups
+
+if TYPE_CHECKING:
+    from gyre_megatron.training import Trainer
 
 Metrics = dict[str, float]
 
@@ -70,7 +73,7 @@ def take_core_weights(
     trainer: Trainer, groups: CrossCellGroups, cells: Sequence[int], config: WeightsConfig
 ) -> None:
     """Bring the trainers of `cells` to the core's weights, down the chain of cells; called by the
-    core and all of them."""
+    core and all of them. Nothing changes in the core."""
     chain_broadcast(
         trainer.parameter_buffers(),
         groups,
@@ -79,7 +82,10 @@ def take_core_weights(
         config.timeout_s,
         chain=(0, *cells),
     )
-    trainer.weights_changed()
+    if groups.cell != 0:
+        # Not in the core: it only sent, and its optimizer's fp32 weights are finer than the bf16
+        # ones they would be read back from.
+        trainer.weights_changed()
 
 
 class CellAgent:
@@ -196,7 +202,10 @@ class CellAgent:
 
     def _sync(self, order: Sync) -> Metrics:
         self._take_core_weights(order.version, order.cells)
-        self._parts.trainer.begin_batch(self.version)
+        if self.cell != 0:
+            # Not in the core: it has trained micro-steps of this batch already, and their gradients
+            # would vanish without a trace.
+            self._parts.trainer.begin_batch(self.version)
         return {}
 
     def _finish_step(self, order: FinishStep) -> Metrics:

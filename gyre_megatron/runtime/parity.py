@@ -8,13 +8,16 @@ would be wrong by it.
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
 
 from gyre_megatron.engines.server import SglangServer
 from gyre_megatron.errors import EngineError
-from gyre_megatron.training import Trainer
+
+if TYPE_CHECKING:
+    from gyre_megatron.training import Trainer
 
 PROMPT_TOKENS = 24
 ANSWER_TOKENS = 12

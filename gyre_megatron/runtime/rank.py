@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from gyre_megatron import training
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.weights import WeightsConfig
+from gyre_megatron.cpu import enable_cpu
 from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.engines.server import ServerSpec, SglangServer
 from gyre_megatron.errors import CellError, ConfigError, GyreError
@@ -30,7 +32,6 @@ from gyre_megatron.runtime.control_process import ControlProcess
 from gyre_megatron.runtime.parity import ParityCheck
 from gyre_megatron.runtime.protocol import Register, Started, StartFailed, encode, start_decoder
 from gyre_megatron.runtime.run_directory import RunDirectory
-from gyre_megatron.training import Trainer
 from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.engine import ServingEngine
 from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
@@ -81,6 +82,8 @@ def run_rank(config: GyreConfig, config_arguments: list[str], resume: bool) -> N
     """
     store, rank, world_size = next(dist.rendezvous("env://"))
     place = RankPlace(store, rank, CellTopology(world_size, config.cluster.num_cells))
+    if not torch.cuda.is_available():
+        enable_cpu()  # before the trainer's modules, and Megatron with them, are imported
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     control = None
     try:
@@ -211,7 +214,9 @@ def _build_parts(
     checkpoint = Path(started.checkpoint)
     architecture = Architecture.from_checkpoint(checkpoint)
     directory = RunDirectory(Path(config.run.root) / config.run.name)
-    trainer = Trainer(config.training, architecture, checkpoint, with_optimizer=place.cell == 0)
+    trainer = training.Trainer(
+        config.training, architecture, checkpoint, with_optimizer=place.cell == 0
+    )
     if started.step > 0:
         _restore(trainer, groups, directory, config.weights)
     engine_tp = config.engine.tp or place.topology.ranks_per_cell
@@ -250,7 +255,10 @@ def _connect(config: GyreConfig, place: RankPlace) -> CrossCellGroups:
 
 
 def _restore(
-    trainer: Trainer, groups: CrossCellGroups, directory: RunDirectory, weights: WeightsConfig
+    trainer: training.Trainer,
+    groups: CrossCellGroups,
+    directory: RunDirectory,
+    weights: WeightsConfig,
 ) -> None:
     """The core reads the latest checkpoint; every other cell takes its weights from the core."""
     if groups.cell == 0:

@@ -22,14 +22,17 @@ import uvicorn
 from fastapi import FastAPI
 
 from gyre_megatron.config.loader import GyreConfig, load_config
+from gyre_megatron.config.model import Architecture
 from gyre_megatron.engines.router import Router
-from gyre_megatron.errors import ConfigError, GyreError, RunDirectoryError
+from gyre_megatron.errors import GyreError, RunDirectoryError
+from gyre_megatron.harness.extensions import load_extensions as load_harness_extensions
 from gyre_megatron.harness.runner import HarnessContext, end_orphaned_harnesses
 from gyre_megatron.harness.tasks import TaskSet
 from gyre_megatron.observe import plots
 from gyre_megatron.observe.journal import Journal
 from gyre_megatron.processes import die_with_parent
 from gyre_megatron.proxy.app import create_proxy_app
+from gyre_megatron.proxy.extensions import load_extensions as load_proxy_extensions
 from gyre_megatron.runtime.actions import RunParts
 from gyre_megatron.runtime.batch import BatchBuilder
 from gyre_megatron.runtime.cell_board import CellBoard
@@ -40,6 +43,8 @@ from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.runtime.run_state import RunState
 from gyre_megatron.text.renderer import Renderer
+from gyre_megatron.trajectory.advantages import ADVANTAGES
+from gyre_megatron.trajectory.cost import linear_cost
 from gyre_megatron.trajectory.store import TrajectoryStore
 
 CELLS_END_S = 15.0
@@ -68,12 +73,16 @@ async def serve(spec: ServiceSpec) -> None:
         GyreError: the run failed; every cell has been told to stop.
     """
     config = spec.config
+    # All that users bring is loaded before the run's directory exists: a mistake leaves none behind.
+    load_proxy_extensions(config.rollout.proxy)
+    tasks = load_harness_extensions(config.rollout.harness).tasks
+    ADVANTAGES.load(config.rollout.processor.advantage)
     directory = RunDirectory(Path(config.run.root) / config.run.name)
     directory.open(spec.resume)
     listener = _listen(config.cluster.host, config.cluster.port)
     url = f"http://{config.cluster.host}:{listener.getsockname()[1]}"
     async with contextlib.AsyncExitStack() as closing:
-        control, app = _compose(spec, directory, url, closing)
+        control, app = _compose(spec, tasks, directory, url, closing)
         control.check()
         token = secrets.token_urlsafe(24)
         add_cell_routes(app, control, token)
@@ -93,7 +102,11 @@ async def serve(spec: ServiceSpec) -> None:
 
 
 def _compose(
-    spec: ServiceSpec, directory: RunDirectory, url: str, closing: contextlib.AsyncExitStack
+    spec: ServiceSpec,
+    tasks: TaskSet,
+    directory: RunDirectory,
+    url: str,
+    closing: contextlib.AsyncExitStack,
 ) -> tuple[ControlPlane, FastAPI]:
     """Build every part of the run and connect them.
 
@@ -105,7 +118,7 @@ def _compose(
     # Whatever a user can get wrong is read before the store exists: a run that never began must
     # not look like one that can be resumed.
     renderer = Renderer.from_checkpoint(spec.checkpoint, config.rollout.proxy)
-    tasks = _load_tasks(config)
+    architecture = Architecture.from_checkpoint(spec.checkpoint)
     latest = directory.latest_checkpoint() if spec.resume else None
     trained_steps = latest.step if latest else 0
     store = TrajectoryStore(directory.store_file)
@@ -126,7 +139,7 @@ def _compose(
     run = RunState.at_start(config.cluster.num_cells, trained_steps)
     micro_steps = MicroStepQueue()
     replicas = spec.ranks_per_cell // config.training.min_ranks
-    batch = BatchBuilder(store, config, micro_steps, bins_per_micro_step=replicas)
+    batch = BatchBuilder(store, config, micro_steps, replicas, linear_cost(architecture))
 
     def micro_step_trained(cell: int, metrics: dict[str, float]) -> None:
         batch.micro_step_trained(cell, metrics)
@@ -138,14 +151,6 @@ def _compose(
     parts = RunParts(config, run, directory, store, tasks, router, cells, batch, journal)
     control = ControlPlane(parts, executions, micro_steps, changed)
     return control, create_proxy_app(store, router, renderer, config.rollout)
-
-
-def _load_tasks(config: GyreConfig) -> TaskSet:
-    if config.rollout.harness.tasks is None:
-        raise ConfigError(
-            "rollout.harness.tasks is not set: name a directory of tasks (each a task.yaml)"
-        )
-    return TaskSet.load(config.rollout.harness.tasks)
 
 
 async def _run_to_the_end(control: ControlPlane) -> None:

@@ -10,6 +10,9 @@ Legend: t this rank's tokens, T all tokens of the bin, N heads of this rank.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import megatron.core.ssm.gated_delta_net as megatron_gdn
 import torch
 import torch.distributed as dist
@@ -17,15 +20,14 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from gyre_megatron.errors import ConfigError
+from gyre_megatron.cpu import cpu_enabled
+from gyre_megatron.errors import ConfigError, VersionError
 from gyre_megatron.training.delta_rule import ForestPlan, forest_delta_rule, plan_forest
 from gyre_megatron.training.norm import PlainRMSNorm
 from gyre_megatron.training.tree_batch import TreeParams
 
 FUSED_RULE = megatron_gdn.chunk_gated_delta_rule if megatron_gdn.HAVE_FLA else None
-megatron_gdn.HAVE_FLA = (
-    True  # its constructor refuses to build without fla, which this forward pass can do without
-)
+"""fla's kernel, where it is installed."""
 
 
 def tree_gdn_spec(config, transformer_engine: bool = False) -> ModuleSpec:
@@ -47,7 +49,8 @@ class TreeGatedDeltaNet(megatron_gdn.GatedDeltaNet):
     each other."""
 
     def __init__(self, *args, cp_comm_type: str | None = None, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+        with buildable_without_fla():
+            super().__init__(*args, **kwargs)
         self.cp_group = self.pg_collection.cp
 
     def forward(
@@ -111,6 +114,32 @@ class TreeGatedDeltaNet(megatron_gdn.GatedDeltaNet):
         decay = -a_log.float().exp() * F.softplus(alpha.float() + dt_bias.float())
         kernel = _fused if FUSED_RULE is not None and value.is_cuda else None
         return forest_delta_rule(query, key, value, decay, beta.float().sigmoid(), plan, kernel)
+
+
+@contextlib.contextmanager
+def buildable_without_fla() -> Iterator[None]:
+    """Let Megatron's constructor pass where fla is missing and the slow rule below is meant to run.
+
+    The flag is raised for this one construction and lowered again: other users of Megatron's module
+    must still be told that fla is missing. On a GPU the slow rule would be a silent loss of speed.
+
+    Raises:
+        VersionError: fla is missing and `enable_cpu` was not called.
+    """
+    if megatron_gdn.HAVE_FLA:
+        yield
+        return
+    if not cpu_enabled():
+        raise VersionError(
+            "Gated DeltaNet layers need flash-linear-attention, which is not installed; install it "
+            "(pip install flash-linear-attention), or call gyre_megatron.cpu.enable_cpu() on a "
+            "machine without CUDA"
+        )
+    megatron_gdn.HAVE_FLA = True
+    try:
+        yield
+    finally:
+        megatron_gdn.HAVE_FLA = False
 
 
 def _plan(params: TreeParams, device: torch.device) -> ForestPlan:

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from gyre_megatron.algos.logprobs import edge_statistics
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
+from gyre_megatron.cpu import local_device
 from gyre_megatron.training.layer_spec import tree_layer_spec
 from gyre_megatron.training.model_config import transformer_config
 from gyre_megatron.training.tree_batch import TreeBatch
@@ -109,5 +110,5 @@ def build_model_chunks(architecture: Architecture, training: TrainingConfig) -> 
             rotary_percent=architecture.partial_rotary_factor,
             vp_stage=stage,
         )
-        chunks.append(chunk.to(device=torch.cuda.current_device()))
+        chunks.append(chunk.to(local_device()))
     return chunks

@@ -12,6 +12,7 @@ from megatron.core import tensor_parallel
 from gyre_megatron.config.layout_rules import check_training
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
+from gyre_megatron.cpu import require_device
 from gyre_megatron.weights.parallel import ParallelRank, parallelism_of
 
 
@@ -20,7 +21,9 @@ def initialize(config: TrainingConfig, architecture: Architecture) -> None:
 
     Raises:
         ConfigError: the layout does not fit the cell's ranks or the model's shape.
+        DeviceError: there is no CUDA device and `enable_cpu` was not called.
     """
+    require_device()
     check_training(config, architecture, dist.get_world_size())
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(

@@ -22,6 +22,7 @@ from megatron.core.distributed import (
 from gyre_megatron.algos.gspo import gspo_loss
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
+from gyre_megatron.cpu import local_device, require_device
 from gyre_megatron.errors import ConfigError
 from gyre_megatron.training import checkpoint, parallel, parameters
 from gyre_megatron.training.model import build_model_chunks
@@ -58,10 +59,13 @@ class Trainer:
 
         Raises:
             ConfigError: the layout does not fit the ranks or the model.
+            DeviceError: there is no CUDA device and `enable_cpu` was not called.
         """
-        self.config, self.architecture = config, architecture
+        require_device()
+        self.config = config
+        self.architecture = architecture
         parallel.initialize(config, architecture)
-        self.device = torch.device(torch.cuda.current_device())
+        self.device = local_device()
         self.weight_version: int | None = None
         self.model_chunks = build_model_chunks(architecture, config)
         if checkpoint is not None:

@@ -1,5 +1,5 @@
-"""Pools of gloo ranks for tests: Megatron is imported once, ranks are forked, every call has a hard
-timeout."""
+"""Pools of gloo ranks for tests: Megatron is put on the CPU once, ranks are forked, every call has a
+hard timeout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_THREADS = 120
 it."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["gyre_megatron.training", "tests.dist.ranks"])
+_context.set_forkserver_preload(["tests.dist.megatron_on_cpu", "tests.dist.ranks"])
 
 
 def _serve(rank: int, size: int, store: str, environment: dict[str, str], connection) -> None:

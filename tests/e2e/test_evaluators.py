@@ -147,7 +147,7 @@ def command_task(folder: Path, command: str) -> Task:
 
 def test_command_evaluator(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    say = command_task(tmp_path, """sh -c 'echo noise; echo "{{\\"reward\\": 0.25}}"'""")
+    say = command_task(tmp_path, """sh -c 'echo noise; echo "{\\"reward\\": 0.25}"'""")
     assert score(say, tmp_path / "work") == 0.25
 
 
@@ -156,8 +156,8 @@ def test_command_evaluator(tmp_path: Path) -> None:
     [
         ("sh -c 'exit 3'", "status 3"),
         ("echo nothing", "no JSON object"),
-        ("echo '{{\"reward\": 7}}'", r"in \[0, 1\]"),
-        ("echo '{{\"reward\": true}}'", r"in \[0, 1\]"),
+        ("echo '{\"reward\": 7}'", r"in \[0, 1\]"),
+        ("echo '{\"reward\": true}'", r"in \[0, 1\]"),
         ("sleep 20", "ended by timeout"),
         ("/no/such/program", "status 127|could not be started"),
     ],

@@ -1,13 +1,7 @@
 """Real Megatron-Core modules of every family in any layout, built for their parameters only (never
 run forward)."""
 
-# ruff: noqa: E402  (Megatron must be prepared for the CPU before anything imports it)
-
 from __future__ import annotations
-
-import gyre_megatron.cpu.megatron as megatron_cpu
-
-megatron_cpu.install()
 
 import megatron.core.ssm.gated_delta_net as megatron_gdn
 import megatron.core.transformer.multi_latent_attention as megatron_mla
@@ -37,6 +31,7 @@ from gyre_megatron.config.model import (
     MlaArchitecture,
     MoeArchitecture,
 )
+from gyre_megatron.training.gated_delta_net import buildable_without_fla
 from gyre_megatron.weights.parallel import Parallelism
 
 SHAPE = dict(
@@ -182,7 +177,6 @@ def build(
     config = _config(a, p, dtype)
     megatron_mla.HAVE_TE = False
     megatron_mla.TELinear = _Replicated
-    megatron_gdn.HAVE_FLA = True
     chunks = []
     for stage in range(p.vpp) if p.vpp > 1 else [None]:
         place = dict(ignore_virtual=stage is None, vp_stage=stage)
@@ -198,8 +192,8 @@ def build(
                 layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = (
                     _Norm
                 )
-        chunks.append(
-            GPTModel(
+        with buildable_without_fla():
+            chunk = GPTModel(
                 config=config,
                 transformer_layer_spec=_block(a, config, experts, stage),
                 vocab_size=-(-a.vocab_size // p.tp) * p.tp,
@@ -212,7 +206,7 @@ def build(
                 vp_stage=stage,
                 mtp_block_spec=mtp,
             )
-        )
+        chunks.append(chunk)
     return chunks
 
 

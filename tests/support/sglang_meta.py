@@ -17,7 +17,7 @@ from pathlib import Path
 def _import_sglang() -> None:
     from gyre_megatron.cpu.sglang import launch
 
-    launch.install()
+    launch.enable_cpu()
     import torch
 
     library = torch.library.Library("sgl_kernel", "FRAGMENT")  # names that qwen3_5 binds at import
