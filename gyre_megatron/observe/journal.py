@@ -1,9 +1,9 @@
 """What a person sees of a run: one record a step, the timeline, TensorBoard, Prometheus, the
 progress line.
 
-metrics.jsonl holds one object per optimizer step. On resume, records after the checkpoint's step
-are dropped, so no step appears twice; the timeline and its totals go on. Written by the control
-plane only.
+metrics.jsonl holds one object per optimizer step; its publish_seconds are those of the publication
+before the step. On resume, records after the checkpoint's step are dropped, so no step appears
+twice; the timeline and its totals go on. Written by the control plane only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Journal:
         self._roles: list[CellRole] = []
         self._waterlevel = -1
         self._gap = 0.0
-        self._publish_seconds = 0.0
+        self._transfer_seconds = 0.0
+        self._install_seconds = 0.0
         self._step_started = time.monotonic()
 
     def close(self) -> None:
@@ -94,7 +95,7 @@ class Journal:
             },
             "tokens": dict(batch.tokens),
             "logprob_gap": self._gap,
-            "publish_seconds": self._publish_seconds,
+            "publish_seconds": self._transfer_seconds + self._install_seconds,
             **self.timeline.totals,
             **{f"train/{name}": value for name, value in sorted(batch.micro_step_metrics.items())},
             **{f"optimizer/{name}": value for name, value in sorted(optimizer.items())},
@@ -132,10 +133,20 @@ class Journal:
         self.timeline.waterlevel(waterlevel)
         self._progress.state([str(role) for role in self._roles], waterlevel)
 
-    def published(self, version: int, seconds: float) -> None:
-        """Weights of `version` are in every engine that serves."""
-        self._publish_seconds = seconds
+    def published(self, version: int, transfer_seconds: float) -> None:
+        """The core's weights, now `version`, are in every trainer.
+
+        Args:
+            transfer_seconds: of the cell that waited longest.
+        """
+        self._transfer_seconds = transfer_seconds
+        self._install_seconds = 0.0
         metrics.weight_version.set(version)
+
+    def installed(self, seconds: float) -> None:
+        """A cell has put the published weights into its engine, while it served or when it came
+        back to serving. The slowest cell counts: `publish_seconds` is transfer and install."""
+        self._install_seconds = max(self._install_seconds, seconds)
 
     def logprob_gap(self, gap: float) -> None:
         """A parity check was made."""

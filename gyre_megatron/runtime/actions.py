@@ -20,7 +20,7 @@ from gyre_megatron.harness.tasks import TaskSet
 from gyre_megatron.observe.journal import Journal
 from gyre_megatron.runtime.batch import BatchBuilder
 from gyre_megatron.runtime.cell_board import CellBoard
-from gyre_megatron.runtime.protocol import Report
+from gyre_megatron.runtime.protocol import INSTALL_SECONDS, LOGPROB_GAP, TRANSFER_SECONDS, Report
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.runtime.run_state import RunState
 from gyre_megatron.scheduler import CellRole
@@ -130,7 +130,7 @@ class Actions:
     async def _return(self, order: Return) -> None:
         parts = self._parts
         reports = await parts.cells.order([order.cell], order)
-        self._check_parity(reports)
+        self._installed(reports)
         # Calls last: until here the engine held no weights, or weights nobody had checked.
         parts.router.set_serving(order.cell, True)
         self._set_role(order.cell, CellRole.ROLLOUT)
@@ -161,11 +161,11 @@ class Actions:
     async def _publish(self, order: Publish) -> None:
         parts = self._parts
         reports = await parts.cells.order(range(parts.cells.num_cells), order)
-        self._check_parity(reports)
+        transfer_seconds = max(r.metrics[TRANSFER_SECONDS] for r in reports.values())
+        parts.journal.published(order.version, transfer_seconds)
+        self._installed(reports)
         parts.run.cell_versions[:] = [order.version] * parts.cells.num_cells
         parts.run.published_steps = order.version
-        seconds = max(report.seconds for report in reports.values())
-        parts.journal.published(order.version, seconds)
 
     async def _checkpoint(self, order: Checkpoint) -> None:
         parts = self._parts
@@ -179,10 +179,12 @@ class Actions:
 
     # parity ------------------------------
 
-    def _check_parity(self, reports: dict[int, Report]) -> None:
+    def _installed(self, reports: dict[int, Report]) -> None:
+        """Record what cells report that put weights into their engine, and check them."""
         for cell, report in reports.items():
-            if "logprob_gap" in report.metrics:
-                self.check_gap(cell, report.metrics["logprob_gap"])
+            if INSTALL_SECONDS in report.metrics:
+                self._parts.journal.installed(report.metrics[INSTALL_SECONDS])
+                self.check_gap(cell, report.metrics[LOGPROB_GAP])
 
     def check_gap(self, cell: int, gap: float) -> None:
         """Refuse an engine that gives other log-probabilities than its trainer.

@@ -56,7 +56,7 @@ class BatchBuilder:
     @property
     def num_ready(self) -> int:
         """Finished groups that no step has trained or admitted."""
-        return len(self._store.finished_groups()) - self.num_admitted
+        return self._store.num_finished_groups - self.num_admitted
 
     async def admit_next(self, weight_version: int) -> None:
         """Process, pack and queue the ready group that finished first.

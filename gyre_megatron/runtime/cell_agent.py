@@ -19,7 +19,14 @@ from gyre_megatron.engines.server import SglangServer
 from gyre_megatron.errors import CellError, GyreError
 from gyre_megatron.runtime.control_client import ControlClient
 from gyre_megatron.runtime.parity import ParityCheck
-from gyre_megatron.runtime.protocol import Envelope, Report, envelope_decoder
+from gyre_megatron.runtime.protocol import (
+    INSTALL_SECONDS,
+    LOGPROB_GAP,
+    TRANSFER_SECONDS,
+    Envelope,
+    Report,
+    envelope_decoder,
+)
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.scheduler.orders import (
     CellOrder,
@@ -189,14 +196,16 @@ class CellAgent:
             raise CellError(
                 f"the trainer holds version {self.version}, version {version} was to be installed"
             )
+        started = time.monotonic()
         self._parts.weight_sync.publish(version)
+        seconds = time.monotonic() - started
         self.engine_version = version
-        return self.measure_parity()
+        return {INSTALL_SECONDS: seconds, **self.measure_parity()}
 
     def measure_parity(self) -> Metrics:
         """The largest difference between trainer and engine, in nats."""
         parts = self._parts
-        return {"logprob_gap": parts.parity.measure(parts.trainer, parts.server)}
+        return {LOGPROB_GAP: parts.parity.measure(parts.trainer, parts.server)}
 
     # steps and weights ------------------------------
 
@@ -223,8 +232,12 @@ class CellAgent:
         return metrics
 
     def _publish(self, order: Publish) -> Metrics:
+        started = time.monotonic()
         self._take_core_weights(order.version, range(1, self._parts.groups.topology.num_cells))
-        return self.install(order.version) if self.cell in order.install_in else {}
+        metrics = {TRANSFER_SECONDS: time.monotonic() - started}
+        if self.cell in order.install_in:
+            metrics.update(self.install(order.version))
+        return metrics
 
     def _take_core_weights(self, version: int, cells: Sequence[int]) -> None:
         parts = self._parts

@@ -69,11 +69,10 @@ class ControlPlane:
                 await self._changed.wait()
 
     def check(self) -> None:
-        """Make the first decision without carrying it out: what the scheduler refuses is refused
-        before an engine starts.
+        """Make the first decision without carrying it out: a resumed run that the scheduler cannot
+        go on with is refused before an engine starts.
 
         Raises:
-            ConfigError: `scheduler.policy` names no policy.
             PolicyError: the run cannot go on with these settings.
         """
         decide(self.state(), self.parts.config.scheduler)

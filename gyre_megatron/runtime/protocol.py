@@ -13,6 +13,14 @@ import msgspec
 
 from gyre_megatron.scheduler.orders import CellOrder
 
+LOGPROB_GAP = "logprob_gap"
+"""Metric of an order that installed weights: largest difference between trainer and engine, in
+nats."""
+INSTALL_SECONDS = "install_seconds"
+"""Metric of an order that installed weights: wall time until the engine served them."""
+TRANSFER_SECONDS = "transfer_seconds"
+"""Metric of a publication: wall time of the core's weights on their way to the cell's trainer."""
+
 
 class Envelope(msgspec.Struct, frozen=True):
     """An order on its way to a cell."""

@@ -30,7 +30,14 @@ from gyre_megatron.runtime.checks import check_architecture, check_layout
 from gyre_megatron.runtime.control_client import ControlClient
 from gyre_megatron.runtime.control_process import ControlProcess
 from gyre_megatron.runtime.parity import ParityCheck
-from gyre_megatron.runtime.protocol import Register, Started, StartFailed, encode, start_decoder
+from gyre_megatron.runtime.protocol import (
+    LOGPROB_GAP,
+    Register,
+    Started,
+    StartFailed,
+    encode,
+    start_decoder,
+)
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.engine import ServingEngine
@@ -276,5 +283,5 @@ def _register(agent: CellAgent, parts: CellParts, step: int) -> None:
     cell."""
     metrics = agent.install(step) if step > 0 else agent.measure_parity()
     if parts.client is not None and parts.server is not None:
-        gap = metrics["logprob_gap"]
+        gap = metrics[LOGPROB_GAP]
         parts.client.register(Register(parts.server.url, version=step, logprob_gap=gap))

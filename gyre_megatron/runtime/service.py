@@ -42,6 +42,7 @@ from gyre_megatron.runtime.executions import ExecutionPool
 from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.runtime.run_state import RunState
+from gyre_megatron.scheduler import SchedulerState, decide
 from gyre_megatron.text.renderer import Renderer
 from gyre_megatron.trajectory.advantages import ADVANTAGES
 from gyre_megatron.trajectory.cost import linear_cost
@@ -77,6 +78,8 @@ async def serve(spec: ServiceSpec) -> None:
     load_proxy_extensions(config.rollout.proxy)
     tasks = load_harness_extensions(config.rollout.harness).tasks
     ADVANTAGES.load(config.rollout.processor.advantage)
+    nothing_yet = SchedulerState.at_start(config.cluster.num_cells, config.run.num_steps)
+    decide(nothing_yet, config.scheduler)  # loads the policy and asks it once
     directory = RunDirectory(Path(config.run.root) / config.run.name)
     directory.open(spec.resume)
     listener = _listen(config.cluster.host, config.cluster.port)
@@ -84,6 +87,7 @@ async def serve(spec: ServiceSpec) -> None:
     async with contextlib.AsyncExitStack() as closing:
         control, app = _compose(spec, tasks, directory, url, closing)
         control.check()
+        directory.write_json(directory.config_file, config.model_dump(mode="json"))
         token = secrets.token_urlsafe(24)
         add_cell_routes(app, control, token)
         async with _http_server(app, listener):
@@ -124,7 +128,6 @@ def _compose(
     store = TrajectoryStore(directory.store_file)
     closing.callback(store.close)
     directory.summary_file.unlink(missing_ok=True)  # that of the run which is resumed
-    directory.write_json(directory.config_file, config.model_dump(mode="json"))
     if spec.resume:
         # Orphans first: a harness of the old process must not call on behalf of an execution that
         # is queued again.

@@ -90,6 +90,11 @@ class SchedulerState:
                 f"{len(self.cell_versions)}"
             )
 
+    @classmethod
+    def at_start(cls, num_cells: int, total_steps: int) -> SchedulerState:
+        """A run in which nothing has happened yet: every cell serves."""
+        return cls((CellRole.ROLLOUT,) * num_cells, 0, 0, 0, 0, 0, total_steps, 0, 0, 0)
+
     # rollout ------------------------------
 
     @property

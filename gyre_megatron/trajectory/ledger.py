@@ -97,6 +97,12 @@ class Ledger:
         with self._lock:
             return list(islice(self._queued, limit))
 
+    @property
+    def num_ready(self) -> int:
+        """Groups that have finished and were not trained."""
+        with self._lock:  # an end counts in `counters` a moment before its group is offered here
+            return len(self._ready)
+
     def ready_groups(self) -> list[str]:
         """Groups that have finished and were not trained, earliest finish first."""
         with self._lock:

@@ -92,6 +92,11 @@ class TrajectoryStore(StoreReader):
         """Ids of the first `limit` (None: all) executions that wait, in dispatch order."""
         return self._ledger.queued(limit)
 
+    @property
+    def num_finished_groups(self) -> int:
+        """How many groups `finished_groups` would list."""
+        return self._ledger.num_ready
+
     def finished_groups(self) -> list[str]:
         """Groups that have finished and that no step has trained, earliest finish first."""
         return self._ledger.ready_groups()

@@ -41,6 +41,7 @@ STORE = {
     "new_node_id": "",
     "nodes": "execution_id, attempt",
     "num_bytes": "",
+    "num_finished_groups": None,
     "num_groups": None,
     "num_queued": None,
     "queued": "limit",
