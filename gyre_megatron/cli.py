@@ -27,6 +27,7 @@ COMMANDS = {
     "plan": ("gyre_megatron.commands.plan", "forecast a reshard of weights, without the weights"),
     "report": ("gyre_megatron.observe.report", "tables and plots of a run"),
     "trajectory": ("gyre_megatron.trajectory.__main__", "look into the executions of a run"),
+    "proxy": ("gyre_megatron.proxy.standalone", "record what any harness does with an engine"),
     "config": ("gyre_megatron.config.__main__", "show a configuration and where it comes from"),
     "doctor": ("gyre_megatron.commands.doctor", "check this machine, and say how to mend it"),
 }

@@ -87,19 +87,21 @@ class EngineClient:
         await self.post("/abort_request", {"rid": request_id}, _ABORT_TIMEOUT_S)
 
     async def post(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
-        """POST a JSON body.
+        """POST a JSON body; see EngineHttp.post."""
+        return await self._request("POST", path, body, timeout_s)
 
-        Returns:
-            The answer: decoded where it is JSON, else its bytes.
+    async def get(self, path: str, timeout_s: float) -> Any:
+        """GET; see EngineHttp.get."""
+        return await self._request("GET", path, None, timeout_s)
 
-        Raises:
-            EngineError: the engine does not answer in time, or answers with an error.
-        """
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> Any:
         data = None if body is None else orjson.dumps(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.post(
-                self.url + path, data=data, headers=_JSON_HEADERS, timeout=timeout
+            async with self._session.request(
+                method, self.url + path, data=data, headers=_JSON_HEADERS, timeout=timeout
             ) as response:
                 answer = await response.read()
         except _LOST as error:
@@ -157,6 +159,18 @@ class EngineHttp:
             EngineError: the engine does not answer in time, or answers with an error.
         """
         return self._wait(self._open().post(path, body, timeout_s))
+
+    def get(self, path: str, timeout_s: float = 30.0) -> Any:
+        """GET and wait.
+
+        Returns:
+            The answer: decoded where it is JSON, else its bytes.
+
+        Raises:
+            EngineRefused: the server does not know the path.
+            EngineError: the engine does not answer in time, or answers with an error.
+        """
+        return self._wait(self._open().get(path, timeout_s))
 
     def is_healthy(self) -> bool:
         """Whether the server's health check answers well; False while nothing listens yet."""

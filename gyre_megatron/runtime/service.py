@@ -12,19 +12,16 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
 from fastapi import FastAPI
 
 from gyre_megatron.config.loader import GyreConfig, load_config
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.engines.router import Router
-from gyre_megatron.errors import GyreError, RunDirectoryError
+from gyre_megatron.errors import GyreError
 from gyre_megatron.harness.extensions import load_extensions as load_harness_extensions
 from gyre_megatron.harness.runner import HarnessContext, end_orphaned_harnesses
 from gyre_megatron.harness.tasks import TaskSet
@@ -33,6 +30,7 @@ from gyre_megatron.observe.journal import Journal
 from gyre_megatron.processes import die_with_parent
 from gyre_megatron.proxy.app import create_proxy_app
 from gyre_megatron.proxy.extensions import load_extensions as load_proxy_extensions
+from gyre_megatron.proxy.http_server import listen, serving
 from gyre_megatron.runtime.actions import RunParts
 from gyre_megatron.runtime.batch import BatchBuilder
 from gyre_megatron.runtime.cell_board import CellBoard
@@ -82,7 +80,7 @@ async def serve(spec: ServiceSpec) -> None:
     decide(nothing_yet, config.scheduler)  # loads the policy and asks it once
     directory = RunDirectory(Path(config.run.root) / config.run.name)
     directory.open(spec.resume)
-    listener = _listen(config.cluster.host, config.cluster.port)
+    listener = listen(config.cluster.host, config.cluster.port, "cluster.port")
     url = f"http://{config.cluster.host}:{listener.getsockname()[1]}"
     async with contextlib.AsyncExitStack() as closing:
         control, app = _compose(spec, tasks, directory, url, closing)
@@ -90,7 +88,7 @@ async def serve(spec: ServiceSpec) -> None:
         directory.write_json(directory.config_file, config.model_dump(mode="json"))
         token = secrets.token_urlsafe(24)
         add_cell_routes(app, control, token)
-        async with _http_server(app, listener):
+        async with serving(app, listener):
             endpoint = {"url": url, "token": token, "pid": os.getpid()}
             directory.write_json(directory.endpoint_file, endpoint, private=True)
             closing.callback(directory.endpoint_file.unlink, missing_ok=True)
@@ -166,46 +164,6 @@ async def _run_to_the_end(control: ControlPlane) -> None:
     finally:
         await control.stop(reason)
         await control.parts.cells.all_told(CELLS_END_S)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn that leaves signals to this process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _http_server(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve `app` on an open socket, inside the running loop, while the block runs."""
-    settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600
-    )
-    server = _Server(settings)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not task.done():
-        await asyncio.sleep(0.01)
-    try:
-        yield
-    finally:
-        server.should_exit = server.force_exit = True
-        await task
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        raise RunDirectoryError(
-            f"the control plane cannot listen on {host}:{port} ({error.strerror}); set "
-            "cluster.port to a free port, or "
-            "to 0 for any"
-        ) from None
-    listener.listen(1024)
-    return listener
 
 
 def main(argv: list[str] | None = None) -> int:

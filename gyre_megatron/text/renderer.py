@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from gyre_megatron.trajectory.routed_experts import RoutingShape
 log = logging.getLogger(__name__)
 
 _LONG_TEXT = 100_000  # characters: about 20 ms of encoding
+_UNKNOWN_CONTEXT = 32_768
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ class Renderer:
             ConfigError: the tool format cannot be loaded.
         """
         template = ChatTemplate.from_checkpoint(path, config.chat_template_kwargs)
-        model = json.loads((Path(path) / "config.json").read_text())
-        length = config.context_length or model.get("max_position_embeddings", 32_768)
+        model = _model_config(Path(path))
+        length = config.context_length or _own_context_length(model)
         tokens = TokenText(path)
         try:
             proof = prove_or_degrade(template, tokens)
@@ -220,6 +222,23 @@ class Renderer:
         """Ids that close a turn the policy may have ended itself."""
         ended = len(answer.token_ids) and int(answer.token_ids[-1]) == self.turn_end_id
         return self._close_ids[1:] if ended else self._close_ids
+
+
+def _model_config(checkpoint: Path) -> dict[str, Any]:
+    file = checkpoint / "config.json"
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise TemplateError(
+            f"{file} cannot be read ({error}); expected a checkpoint in Hugging Face format"
+        ) from None
+
+
+def _own_context_length(model: Mapping[str, Any]) -> int:
+    """What the model was trained for; models that see pictures keep it in their text part."""
+    text = model.get("text_config") or {}
+    length = model.get("max_position_embeddings") or text.get("max_position_embeddings")
+    return length or _UNKNOWN_CONTEXT
 
 
 def _kind_before(units: list[Unit], index: int) -> str:
