@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,28 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "megatron-core", "sglang", "numpy")
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """CPU time used until now, by everybody and by this benchmark, and the clock."""
+
+    wall: float
+    all_busy: float
+    own: float
+
+    @classmethod
+    def now(cls) -> _Usage:
+        times = psutil.cpu_times()
+        # Children count once they have ended: write results after that.
+        kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        usages = [resource.getrusage(kind) for kind in kinds]
+        own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        return cls(time.perf_counter(), sum(times[:8]) - idle, own)
+
+
+_at_start = _Usage.now()
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -81,18 +105,13 @@ def interleaved(
 
 
 def environment() -> dict[str, Any]:
-    """Commit, machine, load and versions, so that a figure can be judged later.
-
-    Call it before the measurement: `load_before` is what others kept busy, in cores.
-    """
-    num_cores = os.cpu_count() or 1
+    """Commit, machine and versions, so that a figure can be judged later."""
     return {
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
         "cpu": _cpu_model(),
-        "num_cores": num_cores,
+        "num_cores": os.cpu_count() or 1,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "load_before": round(psutil.cpu_percent(interval=1.0) / 100 * num_cores, 2),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
@@ -108,18 +127,27 @@ def write_results(
 ) -> None:
     """Write one result file (JSON); paths in `config` are left out.
 
+    Call it at the end, when child processes have been joined: the environment is completed by
+    `cores_busy_otherwise`, the cores that other programs kept busy on average since the start.
+
     Args:
         figures: nested dictionaries; a dictionary made by `spread` is one figure.
     """
     spreads: dict[str, dict[str, float]] = {}
     result = {
-        "environment": dict(environment),
+        "environment": {**environment, "cores_busy_otherwise": _cores_busy_otherwise()},
         "config": {key: value for key, value in config.items() if not isinstance(value, Path)},
         **_medians(figures, "", spreads),
         "spreads": spreads,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _cores_busy_otherwise() -> float:
+    now = _Usage.now()
+    others = (now.all_busy - _at_start.all_busy) - (now.own - _at_start.own)
+    return round(max(0.0, others) / (now.wall - _at_start.wall), 2)
 
 
 def is_spread(value: Any) -> bool:

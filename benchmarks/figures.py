@@ -194,7 +194,7 @@ def _provenance(file: str) -> str:
     return (
         f"`{where['command']} --json benchmarks/results/{file}.json`: commit "
         f"{where['commit'][:9]}, {where['date']}, {where['num_cores']} cores of {where['cpu']}, "
-        f"{where['load_before']} of them busy with other work at the start"
+        f"{where.get('cores_busy_otherwise', '?')} of them busy with other work"
     )
 
 

@@ -40,13 +40,14 @@ def test_rounds_are_interleaved_and_turn_their_order():
 
 def test_the_record_names_commit_machine_and_versions(tmp_path):
     record = environment()
-    for key in ("commit", "cpu", "num_cores", "load_before", "python", "date", "command"):
+    for key in ("commit", "cpu", "num_cores", "python", "date", "command"):
         assert record[key] not in ("", None), key
     assert {"torch", "numpy"} <= set(record["versions"])
     path = tmp_path / "results" / "bench.json"
     config = {"repeats": 2, "json": Path("elsewhere")}
     write_results(path, record, config, {"swap": {"speedup": spread([2.0, 4.0]), "pair": "tp2"}})
     written = json.loads(path.read_text())
+    assert 0 <= written["environment"]["cores_busy_otherwise"] <= record["num_cores"] + 0.5
     assert written["config"] == {"repeats": 2}
     assert written["swap"] == {"speedup": 3.0, "pair": "tp2"}
     assert written["spreads"] == {"swap.speedup": spread([2.0, 4.0])}
