@@ -80,11 +80,12 @@ class Journal:
             optimizer: what the core reported.
         """
         now = time.monotonic()
+        reward = sum(batch.rewards) / len(batch.rewards) if batch.rewards else None
         record = {
             "step": step,
             "time": time.time(),
             "seconds": now - self._step_started,
-            "reward": sum(batch.rewards) / len(batch.rewards) if batch.rewards else None,
+            "reward": reward,
             "groups": batch.group_ids,
             "statuses": dict(batch.statuses),
             "excluded": dict(batch.excluded),
@@ -104,8 +105,8 @@ class Journal:
         self.records.append(record)
         write_line(self._metrics_file, record)
         metrics.step.set(step)
-        if record["reward"] is not None:
-            metrics.reward.set(record["reward"])
+        if reward is not None:
+            metrics.reward.set(reward)
         if self._tensorboard is not None:
             self._tensorboard.step(record)
         self._progress.step(record, [str(role) for role in self._roles], self._waterlevel)

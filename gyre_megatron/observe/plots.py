@@ -79,7 +79,7 @@ def _draw_roles(axes: Any, events: list[dict[str, Any]], start: float, end: floa
         for change, until in zip(changes, ends, strict=True):
             if until > start:
                 begin = max(change["time"], start)
-                colour = ROLE_COLOURS.get(change.get("role"), "grey")
+                colour = ROLE_COLOURS.get(str(change.get("role")), "grey")
                 axes.barh(cell, until - begin, left=begin - start, color=colour, height=0.7)
     labels = [f"cell {cell}" for cell in cells]
     axes.set(yticks=cells, yticklabels=labels, xlim=(0, max(end - start, 1)))

@@ -81,4 +81,9 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 encode = msgspec.msgpack.encode
 envelope_decoder = msgspec.msgpack.Decoder(Envelope)
-start_decoder = msgspec.msgpack.Decoder(Started | StartFailed)
+start_decoder = msgspec.json.Decoder(Started | StartFailed)
+
+
+def encode_start(message: Started | StartFailed) -> str:
+    """As JSON, because torch's stores hold text."""
+    return msgspec.json.encode(message).decode()

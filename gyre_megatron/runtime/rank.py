@@ -35,7 +35,7 @@ from gyre_megatron.runtime.protocol import (
     Register,
     Started,
     StartFailed,
-    encode,
+    encode_start,
     start_decoder,
 )
 from gyre_megatron.runtime.run_directory import RunDirectory
@@ -104,7 +104,7 @@ def run_rank(config: GyreConfig, config_arguments: list[str], resume: bool) -> N
             control.wait()
     except GyreError as error:
         # Ranks that wait for rank 0 end with its message; to those that have started it is nothing.
-        store.set(_START_KEY, encode(StartFailed(str(error))))
+        store.set(_START_KEY, encode_start(StartFailed(str(error))))
         raise
     finally:
         if control is not None:
@@ -127,7 +127,7 @@ def _start_control_plane(
     latest = directory.latest_checkpoint() if resume else None
     step = latest.step if latest else 0
     started = Started(endpoint.url, endpoint.token, step, str(checkpoint))
-    place.store.set(_START_KEY, encode(started))
+    place.store.set(_START_KEY, encode_start(started))
     return control
 
 

@@ -10,47 +10,42 @@ from __future__ import annotations
 
 import msgspec
 
-
-class _Order(msgspec.Struct, frozen=True, tag=True):
-    """A plain value that can be compared, hashed and sent."""
-
-
 # What the control plane does by itself ------------------------------
 
 
-class Dispatch(_Order):
+class Dispatch(msgspec.Struct, frozen=True, tag=True):
     """Create `num_groups` more groups of executions."""
 
     num_groups: int
 
 
-class Start(_Order):
+class Start(msgspec.Struct, frozen=True, tag=True):
     """Start the harnesses of the `num_executions` executions that have waited longest."""
 
     num_executions: int
 
 
-class Admit(_Order):
+class Admit(msgspec.Struct, frozen=True, tag=True):
     """Pack the `num_groups` groups that finished first into micro-steps of the step in progress."""
 
     num_groups: int
 
 
-class Finish(_Order):
+class Finish(msgspec.Struct, frozen=True, tag=True):
     """The run is over."""
 
 
 # What cells are sent ------------------------------
 
 
-class Leave(_Order):
+class Leave(msgspec.Struct, frozen=True, tag=True):
     """`cell` moves from rollout to training: its calls go elsewhere, its engine's memory goes to
     the trainer, its gradients are zeroed."""
 
     cell: int
 
 
-class Return(_Order):
+class Return(msgspec.Struct, frozen=True, tag=True):
     """`cell` moves from training to rollout: its engine takes its memory back and the weights of
     `version`, which the trainer holds."""
 
@@ -58,7 +53,7 @@ class Return(_Order):
     version: int
 
 
-class Sync(_Order):
+class Sync(msgspec.Struct, frozen=True, tag=True):
     """The trainers of `cells` take the core's weights in the middle of a burst and zero their
     gradients; the core sends, and its own gradients stay."""
 
@@ -66,7 +61,7 @@ class Sync(_Order):
     version: int
 
 
-class FinishStep(_Order):
+class FinishStep(msgspec.Struct, frozen=True, tag=True):
     """Reduce the gradients of the training prefix to the core, which steps the optimizer."""
 
     step: int
@@ -77,7 +72,7 @@ class FinishStep(_Order):
     weights."""
 
 
-class Publish(_Order):
+class Publish(msgspec.Struct, frozen=True, tag=True):
     """Send the core's weights, now `version`, to every trainer; the engines of `install_in` take
     them in place while they serve."""
 
@@ -85,24 +80,24 @@ class Publish(_Order):
     install_in: tuple[int, ...]
 
 
-class Checkpoint(_Order):
+class Checkpoint(msgspec.Struct, frozen=True, tag=True):
     """Write model and optimizer of the core after `step` steps."""
 
     step: int
 
 
-class MicroStep(_Order):
+class MicroStep(msgspec.Struct, frozen=True, tag=True):
     """Run forward and backward on these bins (`PackedBin.to_bytes`) and keep the gradients. Not
     decided: a cell that trains claims the next one when it has nothing else to do."""
 
     bins: tuple[bytes, ...]
 
 
-class Wait(_Order):
+class Wait(msgspec.Struct, frozen=True, tag=True):
     """Nothing to do yet; ask again."""
 
 
-class Stop(_Order):
+class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the cell; `reason` is empty after a run that went well."""
 
     reason: str

@@ -20,6 +20,7 @@ from gyre_megatron.runtime.protocol import (
     Started,
     StartFailed,
     encode,
+    encode_start,
     envelope_decoder,
     start_decoder,
 )
@@ -203,7 +204,7 @@ def test_every_order_of_a_cell_is_tried_on_the_wire():
     ids=lambda message: type(message).__name__,
 )
 def test_the_start_of_a_run_survives_the_wire(message):
-    assert start_decoder.decode(encode(message)) == message
+    assert start_decoder.decode(encode_start(message)) == message
 
 
 def test_one_run_at_a_time_and_no_mixing(tmp_path: Path):
