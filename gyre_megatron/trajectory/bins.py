@@ -84,9 +84,9 @@ def _depth_first(tree: ExecutionTree) -> list[int]:
     order: list[int] = []
     stack = children[-1][::-1]
     while stack:
-        node = stack.pop()
-        order.append(node)
-        stack.extend(reversed(children[node]))
+        index = stack.pop()
+        order.append(index)
+        stack.extend(reversed(children[index]))
     return order
 
 

@@ -103,7 +103,7 @@ class PackedBin:
             trajectory_roles=np.concatenate(
                 [np.zeros(0, "<U1"), *(b.trajectory_roles for b in bins)]
             ),
-            bin_weight=np.float32(sum(float(b.bin_weight) for b in bins)),
+            bin_weight=np.asarray(sum(float(b.bin_weight) for b in bins), np.float32),
             routed_experts=_routes(bins),
         )
 

@@ -105,7 +105,7 @@ def _pack_item(item: Item, weight: float, token_share: float) -> PackedBin:
         trajectory_advantages=np.full(num_trajectories, tree.advantage, np.float32),
         trajectory_executions=np.full(num_trajectories, item.execution, np.int32),
         trajectory_roles=np.array([tree.trajectories[j].role for j in item.trajectories]),
-        bin_weight=np.float32(item.num_tokens * token_share),
+        bin_weight=np.asarray(item.num_tokens * token_share, np.float32),
         routed_experts=_routes(item),
     )
 

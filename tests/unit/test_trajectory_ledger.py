@@ -82,6 +82,14 @@ class Histories(RuleBasedStateMachine):
             self.store.start_execution(execution)
             self.store.finish_execution(execution, Outcome("scored", 1.0))
 
+    @rule(execution=executions)
+    def start_twice(self, execution: str) -> None:
+        """The second attempt of an execution is no second execution that started."""
+        if self.store.execution(execution).state == "queued":
+            self.store.start_execution(execution)
+            self.store.requeue_running()
+            self.store.start_execution(execution)
+
     def _allowed(self, state: str, execution: str, act) -> None:
         if self.store.execution(execution).state == state:
             act()
@@ -150,26 +158,31 @@ def test_nothing_counts_before_its_commit(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     (execution_id,) = store.add_group("g", {}, 1, 0)
     gates = [threading.Event(), threading.Event()]
-    reached = threading.Event()
+    reached = [threading.Event(), threading.Event()]
 
-    def wait_in_transaction(_: sqlite3.Connection) -> None:
-        reached.set()
-        assert gates[1].wait(20)
+    def wait_at(number: int):
+        def wait_in_transaction(_: sqlite3.Connection) -> None:
+            reached[number].set()
+            assert gates[number].wait(60)
 
-    first = store._write(lambda _: gates[0].wait(20))
+        return wait_in_transaction
+
+    first = store._write(wait_at(0))
+    assert reached[0].wait(60)
     # Both queue up behind `first`, so that they share the next transaction.
     start = threading.Thread(target=store.start_execution, args=(execution_id,))
     start.start()
-    time.sleep(0.2)
-    second = store._write(wait_in_transaction)
+    while store._writer._queue.qsize() == 0:
+        time.sleep(0.001)
+    second = store._write(wait_at(1))
     gates[0].set()
-    first.result(20)
-    assert reached.wait(20)
+    first.result(60)
+    assert reached[1].wait(60)
     assert store.counters() == (1, 0, 0) and store.queued() == [execution_id]
     assert start.is_alive()
     gates[1].set()
-    second.result(20)
-    start.join(20)
+    second.result(60)
+    start.join(60)
     assert store.counters() == (1, 1, 0) and store.queued() == []
     store.close()
 
