@@ -5,7 +5,8 @@ the cells share; `policies` holds what can be exchanged.
 """
 
 from gyre_megatron.scheduler.decide import decide
+from gyre_megatron.scheduler.orders import CellOrder, Order
 from gyre_megatron.scheduler.policies import POLICIES, Policy
 from gyre_megatron.scheduler.state import CellRole, SchedulerState
 
-__all__ = ["POLICIES", "CellRole", "Policy", "SchedulerState", "decide"]
+__all__ = ["POLICIES", "CellOrder", "CellRole", "Order", "Policy", "SchedulerState", "decide"]

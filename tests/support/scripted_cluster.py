@@ -181,9 +181,9 @@ class ScriptedCluster:
             self._on_loop(ScriptedEngine(chain_policy(), token_delay_s=0.002).start())
             for _ in range(num_cells)
         ]
-        self._checkpoint = make_checkpoint(folder / "checkpoint")
-        (self._checkpoint / "config.json").write_text(json.dumps(ARCHITECTURE))
-        self._config = folder / "run.yaml"
+        self.checkpoint = make_checkpoint(folder / "checkpoint")
+        (self.checkpoint / "config.json").write_text(json.dumps(ARCHITECTURE))
+        self.config_file = folder / "run.yaml"
         self._write_config(folder, settings)
         self._process: subprocess.Popen[bytes] | None = None
         self._output = folder / "output.txt"
@@ -197,7 +197,7 @@ class ScriptedCluster:
         fields = {"prompt": "p", "command": f"{sys.executable} -S -E {task}/harness.py"}
         (task / "task.yaml").write_text(yaml.safe_dump({**fields, "evaluator": evaluator}))
         config: dict[str, Any] = {
-            "model.checkpoint": str(self._checkpoint),
+            "model.checkpoint": str(self.checkpoint),
             "run.root": str(folder),
             "run.name": "run",
             "run.tensorboard": True,
@@ -215,7 +215,7 @@ class ScriptedCluster:
             for part in path:
                 section = section.setdefault(part, {})
             section[last] = value
-        self._config.write_text(yaml.safe_dump(nested))
+        self.config_file.write_text(yaml.safe_dump(nested))
 
     def _on_loop(self, work) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
@@ -240,7 +240,7 @@ class ScriptedCluster:
     def launch(self, *words: str) -> None:
         """Start the control plane's process alone."""
         command = [sys.executable, "-m", "gyre_megatron.runtime.service"]
-        command += ["--config", str(self._config), "--checkpoint", str(self._checkpoint)]
+        command += ["--config", str(self.config_file), "--checkpoint", str(self.checkpoint)]
         command += ["--ranks-per-cell", "1", *words]
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(

@@ -3,16 +3,30 @@ recorded, and what a killed run goes on with."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 
+from gyre_megatron.config.loader import load_config
+from gyre_megatron.harness.extensions import load_extensions as load_harness_extensions
 from gyre_megatron.observe.timeline import TOTALS
 from gyre_megatron.runtime.run_directory import RunDirectory
-from gyre_megatron.scheduler.orders import Checkpoint, FinishStep, MicroStep, Publish, Sync
+from gyre_megatron.runtime.service import ServiceSpec, _compose
+from gyre_megatron.scheduler import decide
+from gyre_megatron.scheduler.orders import (
+    Checkpoint,
+    Dispatch,
+    FinishStep,
+    MicroStep,
+    Publish,
+    Start,
+    Sync,
+)
 from tests.support.scripted_cluster import ScriptedCluster, scripted_cluster
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 SMALL = {
     "run.num_steps": 3,
@@ -127,6 +141,30 @@ def test_a_run_with_another_group_size_is_refused_before_it_starts(tmp_path: Pat
         cluster.launch("--resume", "--set", "scheduler.executions_per_group=5")
         assert cluster.wait(30) == 1
         assert "no multiple of scheduler.executions_per_group=5" in cluster.output
+
+
+def test_no_event_costs_a_query(tmp_path: Path):
+    """The state of a decision, the status page and the queue are answered from memory."""
+    settings = {**SMALL, "rollout.harness.environment": {"TOOL_DELAY_S": "5"}}
+
+    async def scenario(spec: ServiceSpec) -> None:
+        directory = RunDirectory(tmp_path / "run")
+        directory.open(resume=False)
+        tasks = load_harness_extensions(spec.config.rollout.harness).tasks
+        async with contextlib.AsyncExitStack() as closing:
+            control, _ = _compose(spec, tasks, directory, "http://127.0.0.1:9", closing)
+            control.actions.dispatch(Dispatch(2))
+            control.parts.store._reader.close()
+            assert control.state().waterlevel == control.status()["dispatched"] == 8
+            assert control.state().ready_groups == 0
+            assert decide(control.state(), spec.config.scheduler) == (Start(8),)
+            control.executions.start(8)
+            assert control.state().num_running == 8 and control.state().num_waiting == 0
+            await control.stop("")
+
+    with scripted_cluster(tmp_path, 2, settings) as cluster:
+        config = load_config(cluster.config_file).config
+        asyncio.run(scenario(ServiceSpec(config, cluster.checkpoint, 1, resume=False)))
 
 
 @pytest.mark.parametrize(
