@@ -75,6 +75,7 @@ def test_running_executions_are_queued_again_once_and_keep_their_past_apart(tmp_
     assert store.authenticate(builder.token) is None
     again = TreeBuilder(store, execution_id)
     assert again.attempt == 2 and store.nodes(execution_id) == []
+    assert store.counters() == (1, 1, 0), "a second attempt is no second execution"
     again.call(again.context(None, 7), 2)
     assert [len(node.token_ids) for node in store.nodes(execution_id)] == [7, 4]
     assert [len(node.token_ids) for node in store.nodes(execution_id, attempt=1)] == [5, 5]
