@@ -6,14 +6,17 @@ it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
-from gyre_megatron.errors import ConfigError
+from gyre_megatron.errors import ConfigError, StoreError
 from gyre_megatron.trajectory.branches import Branches
 from gyre_megatron.trajectory.columns import token_columns
 from gyre_megatron.trajectory.paths import path_to
@@ -59,21 +62,26 @@ def _columns(branches: Branches, leaf: int) -> dict[str, list[Any]]:
     return {name: np.concatenate(values).tolist() for name, values in columns.items()}
 
 
-def write_jsonl(rows: Iterator[dict[str, Any]], path: Path) -> int:
-    """Write rows as JSON lines; returns how many."""
+def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> int:
+    """Write rows as JSON lines (null where a number is not finite); returns how many.
+
+    Raises:
+        StoreError: the file cannot be written; nothing is left behind then.
+    """
     count = 0
-    with path.open("w") as file:
+    with _whole_or_nothing(path) as partial, partial.open("wb") as file:
         for row in rows:
-            file.write(json.dumps(row) + "\n")
+            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
             count += 1
     return count
 
 
-def write_parquet(rows: Iterator[dict[str, Any]], path: Path, rows_per_group: int = 64) -> int:
+def write_parquet(rows: Iterable[dict[str, Any]], path: Path, rows_per_group: int = 64) -> int:
     """Write rows as Parquet, a few in memory at a time; returns how many.
 
     Raises:
         ConfigError: pyarrow is not installed.
+        StoreError: the file cannot be written; nothing is left behind then.
     """
     try:
         import pyarrow as pa
@@ -91,14 +99,23 @@ def write_parquet(rows: Iterator[dict[str, Any]], path: Path, rows_per_group: in
         **dict.fromkeys(("logprobs", "temperatures"), pa.list_(pa.float32())),
     }
     schema = pa.schema(list(types.items()))
-    count, batch = 0, []
-    with pq.ParquetWriter(path, schema) as writer:
-        for row in rows:
-            batch.append(row)
-            count += 1
-            if len(batch) == rows_per_group:
-                writer.write_table(pa.Table.from_pylist(batch, schema))
-                batch = []
-        if batch:
-            writer.write_table(pa.Table.from_pylist(batch, schema))
+    count = 0
+    rows = iter(rows)
+    with _whole_or_nothing(path) as partial, pq.ParquetWriter(partial, schema) as writer:
+        while chunk := list(islice(rows, rows_per_group)):
+            writer.write_table(pa.Table.from_pylist(chunk, schema))
+            count += len(chunk)
     return count
+
+
+@contextmanager
+def _whole_or_nothing(path: Path) -> Iterator[Path]:
+    """A file to write beside `path`; it takes the name when all went well."""
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(path)
+    except OSError as error:
+        raise StoreError(f"{path} could not be written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)

@@ -71,7 +71,8 @@ class RouteRecorder:
         always is)."""
         if not self._legs or not nodes:
             return
-        first, end = nodes[0].start, nodes[-1].end
+        first = nodes[0].start
+        end = nodes[-1].end
         rows = np.full((end - first, *self._legs[0][1].shape[1:]), MISSING, np.int16)
         for number, (prompt_length, reported) in enumerate(self._legs):
             begin = self.start if number == 0 else max(prompt_length - 1, self.start)

@@ -14,6 +14,7 @@ import pytest
 
 from gyre_megatron.errors import StoreError
 from gyre_megatron.trajectory.__main__ import main
+from gyre_megatron.trajectory.export import branch_rows, write_jsonl, write_parquet
 from gyre_megatron.trajectory.forest import Forest
 from gyre_megatron.trajectory.records import Outcome
 from gyre_megatron.trajectory.store import TrajectoryStore
@@ -247,6 +248,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert row["sampled"] == [0] * 7 + [1] * 3 + [0] * 6 + [1] * 6
     assert row["logprobs"][7:10] == [-0.5] * 3 and row["weight_versions"][6:8] == [-1, 3]
     assert main(["export", path, str(tmp_path / "out.csv")]) == 1
+    assert main(["export", path, str(tmp_path / "no" / "folder.jsonl")]) == 1
+    assert "could not be written" in capsys.readouterr().err
     assert main(["show", path, "nobody"]) == 1
     assert "no execution 'nobody'" in capsys.readouterr().err
     assert main(["list", path, "--group", "nobody"]) == 1
@@ -277,6 +280,33 @@ def test_tables_never_cut_what_they_show(
         shown = capsys.readouterr().out
         assert all(text in shown for text in whole), shown
         assert "…" not in shown
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow, which is not installed")
+
+    def rows():
+        yield {"execution_id": "a"}
+        raise StoreError("the disk went away")
+
+    out = tmp_path / f"out{suffix}"
+    out.write_text("what was there before")
+    with pytest.raises(StoreError, match="went away"):
+        (write_jsonl if suffix == ".jsonl" else write_parquet)(rows(), out)
+    assert [file.name for file in tmp_path.iterdir()] == [out.name]
+    assert out.read_text() == "what was there before"
+
+
+def test_json_stays_json_where_a_number_is_not_finite(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        builder = TreeBuilder(store, store.add_group("g", {}, 1, 0)[0])
+        builder.call(builder.context(None, 1), 2, logprob=float("nan"))
+        assert write_jsonl(branch_rows(store, store.executions()), tmp_path / "out.jsonl") == 1
+    refuse = lambda text: pytest.fail(f"{text} is no JSON")  # noqa: E731
+    row = json.loads((tmp_path / "out.jsonl").read_text(), parse_constant=refuse)
+    assert row["logprobs"] == [0, 0, 0, None, None]
 
 
 def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
