@@ -1,5 +1,5 @@
-"""Other processes: ties the life of a child to its parent's, and finds what a program has started, so
-that a run leaves nothing behind.
+"""Other processes: ties the life of a child to its parent's, and finds what a program has started,
+so that a run leaves nothing behind.
 
 Used by the rooms that start programs (engines, harness, runtime). Invariant: a process is told by
 its id together with its start, so one that took over an id is never hit.

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gyre_megatron.config.base import Section, UserPath
 
-Role = Literal["main", "main_summary", "sub_agent", "sub_agent_summary", "auxiliary"]
+CallRole = Literal["main", "main_summary", "sub_agent", "sub_agent_summary", "auxiliary"]
 
 
 class SamplingConfig(Section):
@@ -122,7 +122,7 @@ class ProcessorConfig(Section):
 
     max_trajectories: int = Field(5, gt=0)
     """J_max: branches chosen from one execution (the paper's default)."""
-    role_priority: tuple[Role, ...] = ("main", "main_summary", "sub_agent", "sub_agent_summary")
+    role_priority: tuple[CallRole, ...] = ("main", "main_summary", "sub_agent", "sub_agent_summary")
     """Classes in the order they are drawn from; roles not listed never train."""
     advantage: str = "mean_std"
     """mean_std divides by the group's standard deviation (GRPO); mean only centres (Dr. GRPO); your own:

@@ -70,7 +70,8 @@ def _attach(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[
 
 def _verify(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
     """Check the assembled version against the senders' checksums."""
-    shadow, expected = _shadow(command), command["checksums"]
+    shadow = _shadow(command)
+    expected = command["checksums"]
     if expected is None:
         return {}
     found = checksums(shadow.tensors)
@@ -86,7 +87,8 @@ def _verify(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[
 def _commit(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
     """Copy the assembled version into the live parameters, keeping their storage; refresh what
     derives from them."""
-    shadow, parameters = _shadow(command), _parameters(model)
+    shadow = _shadow(command)
+    parameters = _parameters(model)
     before = {key: tensor.data_ptr() for key, tensor in parameters.items()}
     scales = {name: p.data for name, p in model.named_parameters() if name.endswith(SCALE_SUFFIX)}
     for key, tensor in parameters.items():

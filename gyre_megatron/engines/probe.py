@@ -38,7 +38,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, sources: dict[int, str], targets: dict[int, str]) -> None:
         super().__init__()
-        self._sources, self._targets = sources, targets
+        self._sources = sources
+        self._targets = targets
         self.copies: list[tuple[str, torch.Tensor, str, torch.Tensor]] = []
         self._joined: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
         """Storage of a concatenation -> (it, kept alive; dimension; parts)."""
@@ -74,7 +75,8 @@ class _Recorder(TorchDispatchMode):
         return first
 
     def _record_copy(self, target: str, destination: torch.Tensor, source: torch.Tensor) -> None:
-        name, joined = self._sources.get(_storage(source)), self._joined.get(_storage(source))
+        name = self._sources.get(_storage(source))
+        joined = self._joined.get(_storage(source))
         if name is not None:
             self.copies.append((name, source, target, destination))
         elif joined is not None and joined[0].shape == source.shape and source.is_contiguous():

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -23,7 +23,10 @@ from gyre_megatron.engines.client import EngineClient
 from gyre_megatron.engines.generate import EngineRefused, GenerateRequest, TokenChunk
 from gyre_megatron.errors import EngineError
 
+CountName = Literal["rerouted_calls", "lost_calls"]
+
 _MAX_AFFINITIES = 100_000
+_MAX_BACKOFF_S = 2.0  # an engine that comes back is found soon
 
 
 @dataclass(eq=False)
@@ -74,7 +77,7 @@ class Router:
     def __init__(
         self,
         config: RouterConfig | None = None,
-        on_count: Callable[[Literal["rerouted_calls", "lost_calls"]], None] = lambda name: None,
+        on_count: Callable[[CountName], None] = lambda name: None,
     ) -> None:
         self._on_count = on_count
         self._config = config or RouterConfig()
@@ -119,7 +122,8 @@ class Router:
         engine = self._engines[cell_id]
         engine.serving = serving
         if serving:
-            engine.failures, engine.retry_at = 0, 0.0
+            engine.failures = 0
+            engine.retry_at = 0.0
         self._notify()
 
     def set_preference(self, cell_ids: Sequence[int]) -> None:
@@ -150,9 +154,8 @@ class Router:
         return sum(not leg.finished for leg in legs)
 
     async def _abort(self, engine: Engine, leg: _Leg) -> None:
-        with contextlib.suppress(
-            EngineError
-        ):  # a dead engine needs no abort; the leg notices by itself
+        # A dead engine needs no abort: its leg notices by itself.
+        with contextlib.suppress(EngineError):
             await engine.client.abort(leg.request_id)
 
     # calls ------------------------------
@@ -166,48 +169,51 @@ class Router:
             EngineError: more failures than `router.max_attempts`.
         """
         produced: list[int] = []
-        failures, moved = 0, False
+        failures = 0
+        moved = False
         while True:
             engine = await self._acquire(request.affinity, moved)
-            leg = _Leg(f"gyre-{secrets.token_hex(8)}")
-            engine.legs.add(leg)
-            try:
-                async for chunk in self._leg_chunks(engine, leg, _rest(request, produced)):
-                    produced += chunk.token_ids
-                    finished = (
-                        chunk.finish in ("stop", "length")
-                        or len(produced) >= request.max_new_tokens
-                    )
-                    leg.finished = finished
-                    finish = "stop" if chunk.finish == "stop" else "length"
-                    yield replace(chunk, finish=finish if finished else None)
-                    if finished:
-                        engine.failures = 0
-                        return
-                failures += not leg.leaving
-            except EngineRefused:
-                self.lost_calls += 1
-                self._on_count("lost_calls")
-                raise
-            except EngineError:
-                if not leg.leaving:
-                    failures += 1
-                    self._failed(engine)
-            finally:
-                engine.legs.discard(leg)
-                leg.gone.set()
-                self._notify()
-            self.rerouted_calls += 1
-            self._on_count("rerouted_calls")
+            with self._stay(engine) as leg:
+                try:
+                    async for chunk in self._leg_chunks(engine, leg, _rest(request, produced)):
+                        produced += chunk.token_ids
+                        leg.finished = (
+                            chunk.finish in ("stop", "length")
+                            or len(produced) >= request.max_new_tokens
+                        )
+                        yield replace(chunk, finish=_finish(chunk) if leg.finished else None)
+                        if leg.finished:
+                            engine.failures = 0
+                            return
+                    failures += not leg.leaving
+                except EngineRefused:
+                    self._count("lost_calls")
+                    raise
+                except EngineError:
+                    if not leg.leaving:
+                        failures += 1
+                        self._failed(engine)
+            self._count("rerouted_calls")
             moved = True
             if failures >= self._config.max_attempts:
-                self.lost_calls += 1
-                self._on_count("lost_calls")
+                self._count("lost_calls")
                 raise EngineError(
                     f"a call was given up after {failures} engine failures, see the engines' logs"
                 )
             if not leg.leaving:
-                await asyncio.sleep(min(self._config.backoff_s * failures, 2.0))
+                await asyncio.sleep(min(self._config.backoff_s * failures, _MAX_BACKOFF_S))
+
+    @contextlib.contextmanager
+    def _stay(self, engine: Engine) -> Iterator[_Leg]:
+        """A leg on an engine for as long as the block runs, however it ends."""
+        leg = _Leg(f"gyre-{secrets.token_hex(8)}")
+        engine.legs.add(leg)
+        try:
+            yield leg
+        finally:
+            engine.legs.discard(leg)
+            leg.gone.set()
+            self._notify()
 
     async def _leg_chunks(
         self, engine: Engine, leg: _Leg, request: GenerateRequest
@@ -265,11 +271,20 @@ class Router:
         engine.failures += 1
         self.engine_failures += 1
         engine.retry_at = asyncio.get_running_loop().time() + min(
-            self._config.backoff_s * engine.failures, 2.0
+            self._config.backoff_s * engine.failures, _MAX_BACKOFF_S
         )
+
+    def _count(self, name: CountName) -> None:
+        setattr(self, name, getattr(self, name) + 1)
+        self._on_count(name)
 
     def _notify(self) -> None:
         self._changed.set()
+
+
+def _finish(chunk: TokenChunk) -> str:
+    """A call that ends at its token limit has ended by length, whatever the engine says of it."""
+    return "stop" if chunk.finish == "stop" else "length"
 
 
 def _rest(request: GenerateRequest, produced: list[int]) -> GenerateRequest:

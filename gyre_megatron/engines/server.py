@@ -105,7 +105,8 @@ class SglangServer:
 
     def command(self) -> list[str]:
         """The command line, in SGLang's own argument names."""
-        spec, config = self.spec, self.config
+        spec = self.spec
+        config = self.config
         values: dict[str, object] = {
             "--model-path": spec.checkpoint,
             "--device": spec.device,
@@ -124,21 +125,12 @@ class SglangServer:
             values["--ep-size"] = config.ep
         if config.max_total_tokens is not None:
             values["--max-total-tokens"] = config.max_total_tokens
+        flags = ["--sleep-on-idle", "--skip-server-warmup", "--incremental-streaming-output"]
         if spec.device == "cuda":
-            flags = [
-                "--sleep-on-idle",
-                "--skip-server-warmup",
-                "--incremental-streaming-output",
-                "--enable-memory-saver",
-            ]
+            flags.append("--enable-memory-saver")  # or memory cannot be released to the trainer
             values["--base-gpu-id"] = spec.base_gpu_id
         else:
-            flags = [
-                "--sleep-on-idle",
-                "--skip-server-warmup",
-                "--incremental-streaming-output",
-                "--disable-cuda-graph",
-            ]
+            flags.append("--disable-cuda-graph")
             values |= {
                 "--attention-backend": "torch_native",
                 "--sampling-backend": "pytorch",

@@ -17,7 +17,8 @@ from gyre_megatron.errors import ConfigError
 # `{{name}}` stands for a literal `{name}`. `${name}` is a shell's own. After % @ # \ a name that is
 # not ours is another language's (curl's `%{http_code}`, git's `@{upstream}`) and no mistake.
 _PLACEHOLDER = re.compile(
-    r"\{\{(?P<escaped>[A-Za-z_]\w*)\}\}|(?P<before>(?<!\$)[%@#\\]?)(?<!\$)\{(?P<name>[A-Za-z_]\w*)\}"
+    r"\{\{(?P<escaped>[A-Za-z_]\w*)\}\}"
+    r"|(?P<before>(?<!\$)[%@#\\]?)(?<!\$)\{(?P<name>[A-Za-z_]\w*)\}"
 )
 
 
@@ -53,9 +54,10 @@ def check_words(words: Sequence[str], known: Collection[str], key: str) -> None:
             if name is None or name in known or match["before"]:
                 continue
             near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+            ours = ", ".join(f"{{{n}}}" for n in known)
             raise ConfigError(
-                f"{key}: unknown placeholder {{{name}}}; did you mean {{{near}}}? There are "
-                f"{', '.join(f'{{{n}}}' for n in known)}; {{{{{name}}}}} passes {{{name}}} on as it is"
+                f"{key}: unknown placeholder {{{name}}}; did you mean {{{near}}}? There are {ours}; "
+                f"{{{{{name}}}}} passes {{{name}}} on as it is"
             )
 
 

@@ -29,6 +29,7 @@ from gyre_megatron.harness.task_spec import Task
 from gyre_megatron.harness.workspace import copy_contained
 
 EVALUATOR_PLACEHOLDERS = ("task", "workspace")
+_PYTEST_USAGE_ERROR = 4
 
 
 class EvaluatorFailure(GyreError, RuntimeError):
@@ -77,25 +78,10 @@ async def _pytest(
     report = workspace.parent / f"report-{secrets.token_hex(8)}"
     nonce = secrets.token_hex(16)
     recorder = Path(__file__).with_name("pytest_recorder.py")
-    command = [
-        sys.executable,
-        "-P",
-        "-s",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        recorder.stem,
-        "--rootdir",
-        str(suite),
-        "--confcutdir",
-        str(suite),
-        "-c",
-        os.devnull,
-        str(suite),
-    ]
+    # -P -s, -c, --rootdir, --confcutdir: nothing of the workspace's is imported before the suite.
+    command = [sys.executable, "-P", "-s", "-m", "pytest", "-q", "-c", os.devnull]
+    command += ["-p", "no:cacheprovider", "-p", recorder.stem]
+    command += ["--rootdir", str(suite), "--confcutdir", str(suite), str(suite)]
     variables = {
         **environment,
         "GYRE_WORKSPACE": str(workspace),
@@ -108,7 +94,7 @@ async def _pytest(
     finished = await run_program(
         command, workspace, variables, Limits(timeout_s, max_output_kib=64)
     )
-    if not report.exists() or finished.code == 4:
+    if not report.exists() or finished.code == _PYTEST_USAGE_ERROR:
         said = _tail(finished.stderr or finished.stdout)
         raise EvaluatorFailure(f"pytest failed with status {finished.code}: {said}")
     passed, failed = _outcomes(report.read_text(errors="replace").splitlines(), nonce)

@@ -10,8 +10,9 @@ import sys
 
 def pytest_configure(config):
     """Only now, with pytest itself loaded, may the workspace be imported from."""
+    # The file's presence says that the suite was begun: from here on failures are the workspace's.
     with open(os.environ["GYRE_REPORT"], "w", encoding="utf-8"):
-        pass  # its presence says that the suite was begun: from here on failures are the workspace's
+        pass
     sys.path.insert(0, os.environ["GYRE_WORKSPACE"])
 
 

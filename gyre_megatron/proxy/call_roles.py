@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
+from gyre_megatron.config.rollout import CallRole
 from gyre_megatron.errors import ConfigError
 from gyre_megatron.extensions import ExtensionPoint
 from gyre_megatron.text.conversation import CallRequest
@@ -22,7 +23,7 @@ MAIN_SUMMARY = "main_summary"
 SUB_AGENT = "sub_agent"
 SUB_AGENT_SUMMARY = "sub_agent_summary"
 AUXILIARY = "auxiliary"
-CALL_ROLES = (MAIN, MAIN_SUMMARY, SUB_AGENT, SUB_AGENT_SUMMARY, AUXILIARY)
+CALL_ROLES: tuple[str, ...] = get_args(CallRole)
 
 CallRoleProfile = Callable[[CallRequest, Mapping[str, str]], str]
 

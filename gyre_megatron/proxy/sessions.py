@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from gyre_megatron.trajectory.forest import Forest
 from gyre_megatron.trajectory.store import TrajectoryStore
 
-_BYTES_PER_TOKEN = 4
-_BYTES_PER_NODE = 700
+_BYTES_PER_TOKEN = 4  # int32 ids; few are sampled and hold a log-probability besides
+_BYTES_PER_NODE = 700  # measured: the object, its index entries and small arrays
 
 
 @dataclass(eq=False)
@@ -55,7 +55,8 @@ class Sessions:
     def _get(self, execution_id: str, attempt: int) -> Session:
         key = (execution_id, attempt)
         if key not in self._sessions:
-            nodes, calls = self._store.nodes(*key), self._store.calls(*key)
+            nodes = self._store.nodes(*key)
+            calls = self._store.calls(*key)
             self._sessions[key] = Session(*key, Forest(self._store.new_node_id, nodes, calls))
         self._sessions.move_to_end(key)
         return self._sessions[key]

@@ -10,20 +10,20 @@ Called by the renderer; knows text only, no tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from datetime import datetime
+import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
 
 from gyre_megatron.errors import TemplateError
 
 Message = dict[str, Any]
 
-_MARK = "\u241egyre-%s\u241e"
+# What stands for earlier messages must not occur in real ones: a text that holds it would be cut
+# there. Nobody can guess this process's.
+_MARK = f"\u241egyre-%s-{secrets.token_hex(8)}\u241e"
 _ARGUMENT = _MARK % "argument"
 _USER = {"role": "user", "content": _MARK % "user"}
 _USER_2 = {"role": "user", "content": _MARK % "user2"}
@@ -31,35 +31,6 @@ _ASSISTANT = {"role": "assistant", "content": _MARK % "assistant"}
 _SYSTEM = {"role": "system", "content": _MARK % "system"}
 _TOOL = {"role": "tool", "content": _MARK % "tool", "tool_call_id": "call00000", "name": "look"}
 _TWO = [_TOOL, {**_TOOL, "tool_call_id": "call00001"}]
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """Accepts `{% generation %}` blocks, which only mark the assistant's text for training."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 reads this attribute
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = (
-        lambda value, indent=None, separators=None, sort_keys=False, **_: json.dumps(
-            value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-    )
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
 
 
 class ChatTemplate:
@@ -85,14 +56,11 @@ class ChatTemplate:
         self.name = name
         self.source = source
         self._variables = {**(special_tokens or {}), **(variables or {})}
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"chat template {name} is not valid jinja: {error}") from error
+        self._render = _renderer()
         self._endings: dict[str, str] = {}
         self._prompts: dict[str, str] = {}
         self.turn_close = self._turn_close()
-        self._find_pieces()
+        self._find_fixed_texts()
         self.supports_mid_system = self._accepts([_USER, _ASSISTANT, _SYSTEM, _USER_2])
         self.supports_tools = self._accepts([_USER, _caller([_TOOL]), _TOOL])
         self.supports_parallel_tools = self.supports_tools and self._accepts(
@@ -140,40 +108,45 @@ class ChatTemplate:
             TemplateError: the template refuses these messages.
         """
         try:
-            return self._template.render(
-                messages=list(messages),
+            (text,), _ = self._render(
+                [list(messages)],
                 tools=list(tools) or None,
+                chat_template=self.source,
                 add_generation_prompt=generation_prompt,
                 **self._variables,
             )
+            return text
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"chat template {self.name} is not valid jinja: {error}") from error
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             roles = [message.get("role") for message in messages]
             raise TemplateError(
                 f"chat template {self.name} refuses messages with roles {roles}: {error}"
             ) from error
 
-    # pieces ------------------------------
+    # texts of units ------------------------------
 
     def head(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         """Text before the first message that is not a leading system message."""
-        return self._before(self.render([*messages, _USER], tools), self._user_piece)
+        return self._before(self.render([*messages, _USER], tools), self._text_of_user)
 
-    def piece(self, previous: str, messages: Sequence[Message]) -> str:
+    def unit_text(self, previous: str, messages: Sequence[Message]) -> str:
         """Text of one unit (a message, or a run of tool results) after a message of role
         `previous`.
 
-        `previous` is head, system, user, assistant or tool. An answer of ours is followed by `turn_close`, which is
-        no part of the piece.
+        `previous` is head, system, user, assistant or tool. An answer of ours is followed by
+        `turn_close`, which is no part of it.
         """
         if messages[0]["role"] == "assistant":
-            return self._before(self._after(previous, [*messages, _USER_2]), self._user_piece_2)
+            return self._before(self._after(previous, [*messages, _USER_2]), self._text_of_user_2)
         return self._after(previous, messages)
 
     def generation_prompt(self, previous: str) -> str:
         """What asks for an answer after a message of role `previous`."""
         if previous not in self._prompts:
             stand_in = self._stand_in(previous)
-            without, asked = self.render(stand_in), self.render(stand_in, generation_prompt=True)
+            without = self.render(stand_in)
+            asked = self.render(stand_in, generation_prompt=True)
             if not asked.startswith(without):
                 raise TemplateError(
                     f"chat template {self.name}: the generation prompt rewrites the conversation"
@@ -183,11 +156,11 @@ class ChatTemplate:
 
     def _stand_in(self, previous: str) -> tuple[Message, ...]:
         """The shortest conversation that ends with a message of that role."""
+        if previous == "system" and self.supports_mid_system:
+            return (_USER, _ASSISTANT, _SYSTEM)
         return {
             "head": (_SYSTEM, _USER),
-            "system": (_USER, _ASSISTANT, _SYSTEM)
-            if self.supports_mid_system
-            else (_SYSTEM, _USER),
+            "system": (_SYSTEM, _USER),
             "user": (_USER,),
             "assistant": (_USER,),  # asked again after an answer: the prompt is that of any turn
             "tool": (_USER, _caller([_TOOL]), _TOOL),
@@ -198,26 +171,27 @@ class ChatTemplate:
         does not matter."""
         if previous == "assistant":
             return self._after_answer(messages)
-        if previous in ("head", "system") and not (
-            previous == "system" and self.supports_mid_system
-        ):
-            text, ending = self.render([_SYSTEM, *messages]), self._system_ending
-            start = text.find(_SYSTEM["content"]) + len(_SYSTEM["content"])
+        mid_system = previous == "system" and self.supports_mid_system
+        if previous in ("head", "system") and not mid_system:
+            text = self.render([_SYSTEM, *messages])
+            ending = self._system_ending
+            start = _end_of(text, _SYSTEM, self.name)
         else:
             stand_in = self._stand_in(previous)
-            text, ending = self.render([*stand_in, *messages]), self._ending(previous, stand_in)
+            text = self.render([*stand_in, *messages])
+            ending = self._ending(previous, stand_in)
             start = _end_of(text, stand_in[-1], self.name)
         if not text.startswith(ending, start):
             raise TemplateError(
                 f"chat template {self.name} changes earlier messages when {messages[0]['role']} "
-                "messages are added; "
-                "it cannot be rendered incrementally"
+                "messages are added; it cannot be rendered incrementally"
             )
         return text[start + len(ending) :]
 
     def _after_answer(self, messages: Sequence[Message]) -> str:
         answer = _caller(messages) if messages[0]["role"] == "tool" else _ASSISTANT
         text = self.render([_USER, answer, *messages])
+        # Templates put an answer's text before its calls or after them.
         start = max(text.rfind(answer["content"]), text.rfind(_ARGUMENT))
         end = text.find(self.turn_close, start)
         if start < 0 or end < 0:
@@ -234,29 +208,30 @@ class ChatTemplate:
             self._endings[previous] = text[_end_of(text, stand_in[-1], self.name) :]
         return self._endings[previous]
 
-    # measured once
-    # -------------------------------------------------------------------------------------------------
+    # measured once ------------------------------
 
-    def _find_pieces(self) -> None:
+    def _find_fixed_texts(self) -> None:
         two = self.render([_SYSTEM, _USER, _ASSISTANT, _USER_2])
         body = two[_end_of(two, _ASSISTANT, self.name) :]
         if not body.startswith(self.turn_close):
             raise TemplateError(
                 f"chat template {self.name} closes an answer differently by what follows it"
             )
-        self._user_piece_2 = body[len(self.turn_close) :]
-        self._user_piece = self._user_piece_2.replace(_USER_2["content"], _USER["content"])
-        head = self._before(self.render([_SYSTEM, _USER]), self._user_piece)
+        self._text_of_user_2 = body[len(self.turn_close) :]
+        self._text_of_user = self._text_of_user_2.replace(_USER_2["content"], _USER["content"])
+        head = self._before(self.render([_SYSTEM, _USER]), self._text_of_user)
         self._system_ending = head[_end_of(head, _SYSTEM, self.name) :]
 
     def _turn_close(self) -> str:
-        text, ended = self.render([_USER, _ASSISTANT, _USER_2]), self.render([_USER, _ASSISTANT])
-        tail, close = (whole[_end_of(whole, _ASSISTANT, self.name) :] for whole in (text, ended))
+        followed = self.render([_USER, _ASSISTANT, _USER_2])
+        ended = self.render([_USER, _ASSISTANT])
+        tail, close = (
+            whole[_end_of(whole, _ASSISTANT, self.name) :] for whole in (followed, ended)
+        )
         if not close or not tail.startswith(close):
             raise TemplateError(
                 f"chat template {self.name} does not close every answer in the same way: {close!r} "
-                "at the end, "
-                f"{tail[:20]!r} before a user message"
+                f"at the end, {tail[:20]!r} before a user message"
             )
         return close
 
@@ -275,6 +250,16 @@ class ChatTemplate:
         return all(
             message["content"] in text for message in messages if message["role"] != "assistant"
         )
+
+
+def _renderer() -> Callable[..., Any]:
+    """Hugging Face's own sandbox for templates, with what it offers them.
+
+    Imported late: transformers takes seconds to import, and only a proxy that starts needs it.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
 
 
 def _caller(results: Sequence[Message]) -> Message:

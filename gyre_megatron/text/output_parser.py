@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from gyre_megatron.text.tool_formats import ToolFormat
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,8 @@ class Renderer:
         if not len(self._close_ids) or int(self._close_ids[0]) not in tokens.special_ids:
             raise TemplateError(
                 f"chat template {template.name}: a turn is closed by {template.turn_close!r}, "
-                "which does not begin "
-                "with a special token of the tokenizer; the end of an answer could not be told "
-                "from its text"
+                "which does not begin with a special token of the tokenizer; the end of an answer "
+                "could not be told from its text"
             )
         self.turn_end_id = int(self._close_ids[0])
         self._leads: dict[str, np.ndarray] = {}
@@ -144,7 +143,8 @@ class Renderer:
         """
         units, prefill = self._split_prefill(units)
         match = forest.match([(unit.key, unit.provenance) for unit in units])
-        node, reused = match.node, match.node.end if match.node else 0
+        node = match.node
+        reused = node.end if node else 0
         for index in range(match.num_units, len(units)):
             node = self._add(forest, node, units, index, encoded or {})
         previous = self._previous(units[-1].kind)
@@ -216,7 +216,7 @@ class Renderer:
             messages = (
                 {"role": "user", "content": f"<system>\n{messages[0]['content']}\n</system>"},
             )
-        return self.template.piece(self._previous(previous), messages)
+        return self.template.unit_text(self._previous(previous), messages)
 
     def _closing(self, answer: Node) -> np.ndarray:
         """Ids that close a turn the policy may have ended itself."""

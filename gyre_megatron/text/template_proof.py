@@ -100,7 +100,7 @@ def render_units(template: ChatTemplate, units: Sequence[Unit]) -> list[str]:
         if unit.kind == "head":
             texts.append(template.head(unit.messages, unit.tools))
         else:
-            texts.append(template.piece(units[index - 1].kind, unit.messages))
+            texts.append(template.unit_text(units[index - 1].kind, unit.messages))
     return texts
 
 
@@ -194,7 +194,7 @@ def _without_answers(template: ChatTemplate, text: str) -> list[str]:
     """The runs of context between answers, generation prompts included up to where they open an
     answer."""
     asks = template.generation_prompt("user")
-    shown = template.piece("user", [{"role": "assistant", "content": "\x00"}])
+    shown = template.unit_text("user", [{"role": "assistant", "content": "\x00"}])
     header = _common_prefix(asks, shown) or asks
     first, *answers = text.split(header)
     return [first, *(answer.partition(template.turn_close)[2] for answer in answers)]

@@ -53,15 +53,17 @@ class TokenText:
         self._bytes, self.special_ids = self._byte_table()
 
     def _byte_table(self) -> tuple[list[bytes], frozenset[int]]:
-        table, added = _byte_of_character(), self._tokenizer.get_added_tokens_decoder()
+        table = _byte_of_character()
+        added = self._tokenizer.get_added_tokens_decoder()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        # A model may have more rows than its tokenizer has tokens; such an id stands for nothing.
+        raw = [b""] * (max(vocabulary.values(), default=-1) + 1)
         for token, token_id in vocabulary.items():
-            if token_id in added:
-                pieces[token_id] = token.encode()
+            if token_id in added:  # added tokens are written as they are, not byte by byte
+                raw[token_id] = token.encode()
             else:
-                pieces[token_id] = bytes(table[character] for character in token)
-        return pieces, frozenset(token_id for token_id, token in added.items() if token.special)
+                raw[token_id] = bytes(table[character] for character in token)
+        return raw, frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int32; no token is added that the text does not name."""

@@ -9,7 +9,8 @@ import pytest
 
 from gyre_megatron.errors import TemplateError
 from gyre_megatron.text.chat_template import ChatTemplate
-from gyre_megatron.text.template_proof import conversations, prove, prove_or_degrade
+from gyre_megatron.text.conversation import CallRequest, units_of
+from gyre_megatron.text.template_proof import conversations, prove, prove_or_degrade, render_units
 from gyre_megatron.text.token_text import TokenText
 from tests.support.checkpoints import TEMPLATES, make_checkpoint
 
@@ -62,11 +63,11 @@ def test_the_proof_sees_a_piece_that_is_wrong(
     tokens: TokenText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = load("qwen3")
-    piece = template.piece
+    unit_text = template.unit_text
     monkeypatch.setattr(
         template,
-        "piece",
-        lambda previous, messages: piece(previous, messages).replace("tool", "tol"),
+        "unit_text",
+        lambda previous, messages: unit_text(previous, messages).replace("tool", "tol"),
     )
     with pytest.raises(TemplateError, match="cannot be rendered incrementally"):
         prove(template, tokens, max_steps=1)
@@ -92,3 +93,30 @@ def test_rendering_equals_transformers(name: str, tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_template_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match=r"add chat_template\.jinja"):
         ChatTemplate.from_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_coder", "hermes", "chatml"])
+def test_no_text_of_a_conversation_is_taken_for_a_stand_in(name: str) -> None:
+    template = load(name)
+    text = " ".join(
+        f"\u241egyre-{role}\u241e" for role in ("user", "assistant", "argument", "tool")
+    )
+    call = {
+        "type": "function",
+        "id": "c1",
+        "function": {"name": "look", "arguments": {"path": text}},
+    }
+    messages = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": text, "tool_calls": [call]},
+        {"role": "tool", "content": text, "tool_call_id": "c1", "name": "look"},
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": text},
+    ]
+    units = units_of(CallRequest("chat", "m", messages))
+    assert "".join(render_units(template, units)) == template.render(messages)
+
+
+def test_a_broken_template_is_named() -> None:
+    with pytest.raises(TemplateError, match="chat template broken is not valid jinja"):
+        ChatTemplate("{% for %}", "broken")
