@@ -8,12 +8,14 @@ single fork, whose attention is a full rectangle). A tree can do no better than 
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import resource
 import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks import common
@@ -112,11 +114,11 @@ def bench_training(scale: int, num_runs: int) -> dict[str, Any]:
     # Flattened bins get as many tokens as the tree has unique ones: memory is compared fairly.
     flat = flattened(tree, packed[0].num_tokens)
     peaks = {"peak_mib_flat": peak_mib(flat), "peak_mib_tree": peak_mib(packed)}
-    probes = _probes(Counts.of(packed).tokens)
-    timings = in_turns(make_trainer(), {"flat": flat, "tree": packed, **probes}, num_runs)
+    plain = probes(Counts.of(packed).tokens)
+    timings = in_turns(make_trainer(), {"flat": flat, "tree": packed, **plain}, num_runs)
     cpu = {name: [t.cpu_seconds for t in runs] for name, runs in timings.items()}
-    rates = _best_rates(probes, {name: min(runs) for name, runs in cpu.items()})
-    bound = _at_best(Counts.of(packed), rates)
+    rates = best_rates(plain, {name: min(runs) for name, runs in cpu.items()})
+    bound = at_best(Counts.of(packed), rates)
     flat_counts, tree_counts = Counts.of(flat), Counts.of(packed)
     losses = [timings[name][0].loss for name in ("flat", "tree")]
     return {
@@ -180,7 +182,7 @@ def peak_mib(bins: list[PackedBin]) -> float:
     return mine.recv()
 
 
-def _probes(num_tokens: int) -> dict[str, list[PackedBin]]:
+def probes(num_tokens: int) -> dict[str, list[PackedBin]]:
     """Bins that separate the cost of a token, of a pair and of an edge."""
     count = num_tokens // PROBE_LENGTH
     fork = Builder(0, MODEL.vocab_size)
@@ -207,25 +209,26 @@ def _chains(lengths: list[int], num_trained: int) -> list[PackedBin]:
     return pack([builder.build(None)], BUDGET, 1)
 
 
-def _best_rates(
+def best_rates(
     probes: dict[str, list[PackedBin]], best_seconds: dict[str, float]
 ) -> dict[str, float]:
-    """Least seconds per token, pair and edge that the probes show."""
+    """Least seconds per token, pair and edge that the probes show.
+
+    Two probes give the costs of tokens and edges, and either of the long ones that of pairs: the
+    cheaper one counts.
+    """
     counts = {name: Counts.of(bins) for name, bins in probes.items()}
-    base, base_seconds = counts["probe_tokens"], best_seconds["probe_tokens"]
-    per_pair = min(
-        (best_seconds[name] - base_seconds) / (counts[name].pairs - base.pairs)
-        for name in ("probe_chain", "probe_fork")
-    )
-    more_edges = counts["probe_edges"].edges - base.edges
+    found = []
+    for long_probe in ("probe_chain", "probe_fork"):
+        names = ("probe_tokens", "probe_edges", long_probe)
+        amounts = np.array([dataclasses.astuple(counts[name]) for name in names], float)
+        found.append(np.linalg.solve(amounts, [best_seconds[name] for name in names]))
     # Noise can make the dearer probe look cheaper; a cost is never negative.
-    per_edge = max(0.0, (best_seconds["probe_edges"] - base_seconds) / more_edges)
-    per_pair = max(0.0, per_pair)
-    own = base_seconds - per_pair * base.pairs - per_edge * base.edges
-    return {"token": own / base.tokens, "pair": per_pair, "edge": per_edge}
+    token, pair, edge = np.maximum(min(found, key=lambda costs: costs[1]), 0.0).tolist()
+    return {"token": token, "pair": pair, "edge": edge}
 
 
-def _at_best(counts: Counts, rates: dict[str, float]) -> float:
+def at_best(counts: Counts, rates: dict[str, float]) -> float:
     return (
         counts.tokens * rates["token"] + counts.pairs * rates["pair"] + counts.edges * rates["edge"]
     )
