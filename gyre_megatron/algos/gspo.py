@@ -14,57 +14,36 @@ Legend: E edges, J trajectories.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from gyre_megatron.algos.objective import (
+    LOG_RATIO_LIMIT,
+    EdgeBatch,
+    ObjectiveContext,
+    ObjectiveResult,
+    k3,
+)
 from gyre_megatron.config.training import GspoConfig
 from gyre_megatron.errors import TrajectoryError
 
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped here before exp so that one broken token cannot make the loss infinite."""
+Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class EdgeBatch:
-    """The edges of one bin (or this rank's share of them).
-
-    Attributes:
-        weights, behaviour_logprobs: fp32 [E].
-        versions: int64 [E]; weight version that sampled the label.
-        trajectories: int64 [E]; index into the J columns.
-        advantages: fp32 [J].
-        executions: int64 [J]; trajectories with the same value belong to one execution.
-    """
-
-    weights: torch.Tensor
-    behaviour_logprobs: torch.Tensor
-    versions: torch.Tensor
-    trajectories: torch.Tensor
-    advantages: torch.Tensor
-    executions: torch.Tensor
-
-
-@dataclass(frozen=True)
-class GspoResult:
-    """Loss with gradient, per-edge diagnostics without.
-
-    Attributes:
-        loss: fp32 scalar: this rank's share of the batch's loss; shares add up.
-        ratios: fp32 [E]; importance ratio of each edge before clamping or clipping.
-        clipped, masked: bool [E].
-        coefficients: fp32 [E]; d loss / d logprob.
-        kl_behaviour: fp32 [E]; k3 estimate of KL(policy || behaviour).
-        kl_reference: fp32 [E]; the same to the reference, zeros without one.
-    """
-
-    loss: torch.Tensor
-    ratios: torch.Tensor
-    clipped: torch.Tensor
-    masked: torch.Tensor
-    coefficients: torch.Tensor
-    kl_behaviour: torch.Tensor
-    kl_reference: torch.Tensor
+def gspo(
+    logprobs: torch.Tensor, entropies: torch.Tensor, edges: EdgeBatch, context: ObjectiveContext
+) -> ObjectiveResult:
+    """`gspo_loss` as the trainer calls objectives: weights are frozen while the gradients of a step
+    accumulate, so the proximal policy is the current one."""
+    return gspo_loss(
+        logprobs,
+        entropies,
+        edges,
+        context.config,
+        reference_logprobs=context.reference_logprobs,
+        current_version=context.weight_version,
+        reduce=context.reduce,
+    )
 
 
 def gspo_loss(
@@ -76,8 +55,8 @@ def gspo_loss(
     old_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
     current_version: int | None = None,
-    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> GspoResult:
+    reduce: Reduce | None = None,
+) -> ObjectiveResult:
     """Adapted GSPO loss of a bin's edges.
 
     Args:
@@ -100,9 +79,8 @@ def gspo_loss(
 
     log_ratio = _shared_log_ratio(detached - anchor, keep, batch, config.ratio_level, reduce)
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    ratio = (
-        ratio * (logprobs - detached).exp()
-    )  # value: the shared ratio; gradient: through this token
+    # Value: the shared ratio; gradient: through this token
+    ratio = ratio * (logprobs - detached).exp()
     advantages = batch.advantages[batch.trajectories]
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high) * advantages
@@ -112,24 +90,15 @@ def gspo_loss(
             old - batch.behaviour_logprobs, keep, batch, config, reduce
         )
 
-    kl = (
-        _k3(logprobs, reference_logprobs)
-        if reference_logprobs is not None
-        else torch.zeros_like(detached)
-    )
-    per_edge = -objective + config.kl_coefficient * kl - config.entropy_coefficient * entropies
+    per_edge = -objective - config.entropy_coefficient * entropies
+    if reference_logprobs is not None:
+        per_edge = per_edge + config.kl_coefficient * k3(logprobs, reference_logprobs)
     weights = torch.where(keep, batch.weights, 0.0)
-    loss = (weights * torch.where(keep, per_edge, 0.0)).sum()
-    bound = (clipped < unclipped).detach()
-    slope = -advantages * ratio.detach()
-    return GspoResult(
-        loss=loss,
+    return ObjectiveResult(
+        loss=(weights * torch.where(keep, per_edge, 0.0)).sum(),
         ratios=log_ratio.exp(),
-        clipped=bound & keep,
+        clipped=(clipped < unclipped).detach() & keep,
         masked=~keep,
-        coefficients=torch.where(keep & ~bound, batch.weights * slope, 0.0),
-        kl_behaviour=_k3(detached, batch.behaviour_logprobs),
-        kl_reference=kl.detach(),
     )
 
 
@@ -189,9 +158,3 @@ def _keep(detached, batch: EdgeBatch, config: GspoConfig, current_version, reduc
         mean = _group_mean(log_ratio, keep, batch.trajectories, len(batch.advantages), reduce)
         keep &= mean.abs() <= config.max_log_ratio
     return keep
-
-
-def _k3(logprobs, other) -> torch.Tensor:
-    """Schulman's k3 estimator of KL(policy || other): exp(d) - 1 - d with d = other - policy."""
-    d = (other - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return d.exp() - 1 - d

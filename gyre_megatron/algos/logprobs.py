@@ -77,10 +77,10 @@ class _Shard:
         self, weight_VH: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None
     ) -> None:
         rank = 0 if group is None else group.rank()
-        self.rows, self.first = weight_VH.shape[0], rank * weight_VH.shape[0]
-        self.valid = (
-            self.rows if vocab_size is None else max(0, min(self.rows, vocab_size - self.first))
-        )
+        self.rows = weight_VH.shape[0]
+        self.first = rank * self.rows
+        beyond = self.first + self.rows if vocab_size is None else vocab_size
+        self.valid = max(0, min(self.rows, beyond - self.first))
 
     def logits(
         self, hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor
@@ -114,7 +114,9 @@ class _EdgeStatistics(torch.autograd.Function):
                 column[rows] = values
         logprobs, entropies, norms, log_sums = columns
         ctx.save_for_backward(hidden, weight, labels, temperatures, log_sums, entropies)
-        ctx.shard, ctx.chunk, ctx.with_entropy = shard, chunk, with_entropy_gradient
+        ctx.shard = shard
+        ctx.chunk = chunk
+        ctx.with_entropy = with_entropy_gradient
         ctx.mark_non_differentiable(norms)
         return logprobs, entropies, norms
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from gyre_megatron.config.base import Section
 
 
 class GspoConfig(Section):
-    """The objective: GSPO adapted to executions with several trajectories."""
+    """GSPO adapted to executions with several trajectories."""
 
     eps_low: float = Field(3e-4, ge=0)
     """Clip below 1 - eps_low. The GSPO paper's value; sequence ratios stay close to 1 for long
@@ -97,9 +97,9 @@ class TrainingConfig(Section):
     """Parameter and activation type; gradients are always summed in fp32."""
     recompute: Literal["none", "attention", "full"] = "none"
     """Activations recomputed in the backward pass: none, the attention core, or whole layers."""
-    attention: Literal["auto", "cpu", "flex"] = "auto"
-    """Tree attention core: the C++ kernel on CPU, compiled FlexAttention on GPU; auto chooses by
-    device."""
+    attention: str = "auto"
+    """Tree attention core: `cpu` (the C++ kernel), `flex` (compiled FlexAttention, on GPUs), `auto`
+    (by device), or your own as `module:function`."""
     transformer_engine: bool = False
     """Build layers from Transformer Engine modules (GPU) instead of Megatron's local ones."""
     head_chunk: int = Field(4096, ge=1)
@@ -113,8 +113,13 @@ class TrainingConfig(Section):
     """Route each token to the experts the rollout engine chose for it, where it returned them."""
     seed: int = 1
     """Seed of parameter initialisation where no checkpoint is given."""
+    objective: str = "gspo"
+    """What a step optimises: `gspo` with the options of `training.gspo`, or your own as
+    `module:function`."""
+    objective_options: dict[str, Any] = Field(default_factory=dict)
+    """Given to an objective of your own as they are."""
     gspo: GspoConfig = GspoConfig()
-    """The objective."""
+    """Options of the objective; an objective of your own is given them too."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
 

@@ -39,7 +39,9 @@ class GroupStepAdam(torch.optim.Optimizer):
         grads = [p.grad.float() for p in params if p.grad is not None]
         means = [self.state[p]["exp_avg"] for p in params]
         squares = [self.state[p]["exp_avg_sq"] for p in params]
-        (beta1, beta2), step, lr = group["betas"], group["step"], group["lr"]
+        beta1, beta2 = group["betas"]
+        step = group["step"]
+        lr = group["lr"]
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         torch._foreach_lerp_(means, grads, 1 - beta1)

@@ -67,10 +67,11 @@ def copy_boxes_reference(
 ) -> None:
     """`copy_boxes`, box by box in plain PyTorch."""
     for si, so, ti, to, *rest in table.tolist():
-        shape, source_strides, target_strides = rest[:3], rest[3:6], rest[6:9]
-        source, target = sources[si], targets[ti]
-        view = source.as_strided(shape, source_strides, source.storage_offset() + so)
-        target.as_strided(shape, target_strides, target.storage_offset() + to).copy_(view)
+        shape = rest[:3]
+        source = sources[si]
+        target = targets[ti]
+        view = source.as_strided(shape, rest[3:6], source.storage_offset() + so)
+        target.as_strided(shape, rest[6:9], target.storage_offset() + to).copy_(view)
 
 
 def checksum_boxes_reference(
@@ -79,13 +80,11 @@ def checksum_boxes_reference(
     """`checksum_boxes`, box by box in plain PyTorch."""
     sums = [0] * len(targets)
     for si, so, ti, to, *rest in table.tolist():
-        shape, source_strides, target_strides = rest[:3], rest[3:6], rest[6:9]
+        shape = rest[:3]
+        target_strides = rest[6:9]
         source = sources[si]
-        bits = _bits(
-            source.as_strided(shape, source_strides, source.storage_offset() + so).to(
-                targets[ti].dtype
-            )
-        )
+        view = source.as_strided(shape, rest[3:6], source.storage_offset() + so)
+        bits = _bits(view.to(targets[ti].dtype))
         position = torch.full((), to)
         for dim, (size, stride) in enumerate(zip(shape, target_strides, strict=True)):
             position = position + (torch.arange(size) * stride).reshape(

@@ -24,7 +24,8 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale` restores.
     """
     *lead, rows, columns = weight.shape
-    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+    down = -(-rows // BLOCK)
+    across = -(-columns // BLOCK)
     padded = weight.new_zeros(*lead, down * BLOCK, across * BLOCK, dtype=torch.float32)
     padded[..., :rows, :columns] = weight
     blocks = padded.view(*lead, down, BLOCK, across, BLOCK)

@@ -76,7 +76,8 @@ def _chains(starts, ends, subtree_ends) -> list[tuple[int, int, list[tuple[int, 
 
 def _chain_pieces(pieces, start, end, rectangles, first, last, shift) -> None:
     """Pieces of one chain whose queries lie in [first, last)."""
-    low, high = max(start, first), min(end, last)
+    low = max(start, first)
+    high = min(end, last)
     if low < high:
         if low > start:
             pieces.append((low + shift, start, high - low, low - start, 0))
@@ -85,7 +86,8 @@ def _chain_pieces(pieces, start, end, rectangles, first, last, shift) -> None:
     # Rectangles shrink along the chain: queries beyond the i-th cut see only the keys of the chain
     # up to it.
     for (_, key_end, until), (_, _, beyond) in itertools.pairwise(nested):
-        low, high = max(beyond, first, end), min(until, last)
+        low = max(beyond, first, end)
+        high = min(until, last)
         if low < high:
             pieces.append((low + shift, start, high - low, key_end - start, 0))
 
@@ -127,12 +129,12 @@ def tree_attention(
 
 def visibility(node_starts, node_ends, subtree_ends, num_tokens: int) -> torch.Tensor:
     """Dense visibility, bool [T, T]: the definition, for references and pictures only."""
-    until = torch.arange(
-        1, num_tokens + 1
-    )  # a token outside every node sees and is seen by itself alone
+    # A token outside every node sees and is seen by itself alone
+    until = torch.arange(1, num_tokens + 1)
     for start, end, last in zip(node_starts, node_ends, subtree_ends, strict=True):
         until[int(start) : int(end)] = int(last)
-    q, k = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)[None]
+    q = torch.arange(num_tokens)[:, None]
+    k = torch.arange(num_tokens)[None]
     return (k <= q) & (q < until[None])
 
 

@@ -90,9 +90,11 @@ def tree_block_tables_reference(
     dense = torch.zeros(padded, padded, dtype=torch.bool)
     dense[:num_tokens, :num_tokens] = visibility(nodes[0], nodes[1], nodes[2], num_tokens)
     tiles = dense.unflatten(1, (-1, block)).unflatten(0, (-1, block)).transpose(1, 2)
-    some, every = tiles.any(dim=(-1, -2)), tiles.all(dim=(-1, -2))
+    some = tiles.any(dim=(-1, -2))
+    every = tiles.all(dim=(-1, -2))
     if query_blocks is not None:
-        some, every = some[query_blocks], every[query_blocks]
+        some = some[query_blocks]
+        every = every[query_blocks]
     return [
         [torch.nonzero(row)[:, 0].tolist() for row in table]
         for table in (some & ~every, every, (some & ~every).T, every.T)

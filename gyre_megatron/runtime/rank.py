@@ -39,6 +39,7 @@ from gyre_megatron.runtime.protocol import (
     start_decoder,
 )
 from gyre_megatron.runtime.run_directory import RunDirectory
+from gyre_megatron.training.extensions import check_extensions
 from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.engine import ServingEngine
 from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
@@ -118,6 +119,7 @@ def _start_control_plane(
     architecture = Architecture.from_checkpoint(checkpoint)
     check_architecture(config, architecture)
     check_layout(config, architecture, place.topology)
+    check_extensions(config.training, "cuda" if torch.cuda.is_available() else "cpu")
     _check_address(config)
     directory = RunDirectory(Path(config.run.root) / config.run.name)
     control = ControlProcess(

@@ -12,13 +12,17 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
+from gyre_megatron.cpu import local_device
 from gyre_megatron.errors import ConfigError
-from gyre_megatron.ops.tree_attention import tree_attention
+from gyre_megatron.training.attention_cores import load_attention_core
 from gyre_megatron.training.tree_batch import TreeParams
 
 
 class TreeAttention(MegatronModule):
-    """Drop-in for DotProductAttention where `packed_seq_params` is a TreeParams."""
+    """Drop-in for DotProductAttention where `packed_seq_params` is a TreeParams.
+
+    `core` is the name of the kernel, as in `training.attention`; Megatron gives the other arguments.
+    """
 
     def __init__(
         self,
@@ -30,6 +34,7 @@ class TreeAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection=None,
+        core: str = "auto",
         **_,
     ) -> None:
         super().__init__(config=config)
@@ -37,6 +42,7 @@ class TreeAttention(MegatronModule):
             raise ConfigError("tree attention has no dropout; set attention_dropout to 0")
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = pg_collection.cp
+        self.core = load_attention_core(core, local_device().type)
 
     def forward(
         self,
@@ -60,22 +66,17 @@ class TreeAttention(MegatronModule):
             key, value = gather_tokens(
                 torch.cat([key, value], dim=-1), params.order, self.cp_group
             ).chunk(2, dim=-1)
-        query, key, value = (
-            x.squeeze(1).transpose(0, 1) for x in (query, key, value)
-        )  # [heads, tokens, D]
-        if query.is_cuda:
-            from gyre_megatron.training.flex import flex_tree_attention
-
-            out = flex_tree_attention(query, key, value, params, self.scale)
-        else:
-            out = tree_attention(query, key, value, params.pieces, self.scale)
+        # [tokens, 1, heads, D] -> [heads, tokens, D]
+        query, key, value = (x.squeeze(1).transpose(0, 1) for x in (query, key, value))
+        out = self.core(query, key, value, params, self.scale)
         return out.transpose(0, 1).reshape(out.shape[1], 1, -1)
 
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, order, group):
-        ctx.group, ctx.length = group, x.shape[0]
+        ctx.group = group
+        ctx.length = x.shape[0]
         ctx.save_for_backward(order)
         gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)

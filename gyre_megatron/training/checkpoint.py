@@ -26,7 +26,7 @@ def _sharded(chunk: Any) -> dict[str, Any]:
 
 
 def _state(
-    chunks: Sequence[torch.nn.Module], optimizer, schedule, *, is_loading: bool
+    chunks: Sequence[torch.nn.Module], optimizer, lr_schedule, *, is_loading: bool
 ) -> dict[str, Any]:
     state: dict[str, Any] = {
         f"model{i}" if len(chunks) > 1 else "model": _sharded(chunk)
@@ -38,16 +38,18 @@ def _state(
         state["optimizer"] = optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=_metadata()
         )
-        state["schedule"] = schedule.state_dict()
+        state["lr_schedule"] = lr_schedule.state_dict()
     return state
 
 
-def save(directory: str | Path, chunks: Sequence[torch.nn.Module], optimizer, schedule) -> None:
+def save(directory: str | Path, chunks: Sequence[torch.nn.Module], optimizer, lr_schedule) -> None:
     """Collective over the cell; the directory must exist and be empty."""
-    dist_checkpointing.save(_state(chunks, optimizer, schedule, is_loading=False), str(directory))
+    dist_checkpointing.save(
+        _state(chunks, optimizer, lr_schedule, is_loading=False), str(directory)
+    )
 
 
-def load(directory: str | Path, chunks: Sequence[torch.nn.Module], optimizer, schedule) -> None:
+def load(directory: str | Path, chunks: Sequence[torch.nn.Module], optimizer, lr_schedule) -> None:
     """Collective over the cell; a cell without an optimizer reads the weights alone.
 
     Raises:
@@ -58,10 +60,10 @@ def load(directory: str | Path, chunks: Sequence[torch.nn.Module], optimizer, sc
             f"{directory} holds no complete Megatron checkpoint (no metadata.json); choose another"
         )
     loaded = dist_checkpointing.load(
-        _state(chunks, optimizer, schedule, is_loading=True), str(directory)
+        _state(chunks, optimizer, lr_schedule, is_loading=True), str(directory)
     )
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{i}" if len(chunks) > 1 else "model"])
     if optimizer is not None:
         optimizer.load_state_dict(loaded["optimizer"])
-        schedule.load_state_dict(loaded["schedule"])
+        lr_schedule.load_state_dict(loaded["lr_schedule"])

@@ -32,15 +32,19 @@ FUSED_RULE = megatron_gdn.chunk_gated_delta_rule if megatron_gdn.HAVE_FLA else N
 
 def tree_gdn_spec(config, transformer_engine: bool = False) -> ModuleSpec:
     """Spec of a Gated DeltaNet layer's `self_attention`."""
-    column, row, norm = ColumnParallelLinear, RowParallelLinear, PlainRMSNorm
+    column = ColumnParallelLinear
+    row = RowParallelLinear
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import (
             TEColumnParallelLinear,
             TERowParallelLinear,
         )
 
-        column, row = TEColumnParallelLinear, TERowParallelLinear
-    submodules = megatron_gdn.GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row)
+        column = TEColumnParallelLinear
+        row = TERowParallelLinear
+    submodules = megatron_gdn.GatedDeltaNetSubmodules(
+        in_proj=column, out_norm=PlainRMSNorm, out_proj=row
+    )
     return ModuleSpec(module=TreeGatedDeltaNet, submodules=submodules)
 
 
@@ -78,7 +82,8 @@ class TreeGatedDeltaNet(megatron_gdn.GatedDeltaNet):
 
     def _mix(self, columns: list[torch.Tensor], params: TreeParams) -> torch.Tensor:
         """query, key, value, beta, alpha [t, ...] -> recurrence output [t, heads, value size]."""
-        cp, rank = self.cp_group.size(), self.cp_group.rank()
+        cp = self.cp_group.size()
+        rank = self.cp_group.rank()
         if cp == 1:
             return self._recur(columns, self._parameters_of(1, 0), params)
         order = params.order
@@ -88,9 +93,8 @@ class TreeGatedDeltaNet(megatron_gdn.GatedDeltaNet):
         whole = whole.split([c.shape[-1] // cp for c in columns], dim=-1)
         out = self._recur(whole, self._parameters_of(cp, rank), params)
         by_rank = torch.empty_like(out).index_copy(0, order, out)
-        local = _exchange(
-            by_rank.unflatten(0, (cp, -1)), self.cp_group
-        )  # [cp, t, heads / cp, size]
+        # [cp, t, heads / cp, size]
+        local = _exchange(by_rank.unflatten(0, (cp, -1)), self.cp_group)
         return local.transpose(0, 1).flatten(1, 2)
 
     def _parameters_of(self, cp: int, rank: int):

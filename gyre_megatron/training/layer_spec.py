@@ -48,7 +48,11 @@ class TreeLayer(TransformerLayer):
 
 
 def tree_layer_spec(
-    config: TransformerConfig, *, vp_stage: int | None = None, transformer_engine: bool = False
+    config: TransformerConfig,
+    *,
+    vp_stage: int | None = None,
+    transformer_engine: bool = False,
+    attention: str = "auto",
 ) -> TransformerBlockSubmodules:
     """Layers of this pipeline stage for training on packed trees, to give to `GPTModel` as
     `transformer_layer_spec`.
@@ -58,10 +62,12 @@ def tree_layer_spec(
             are supported.
         vp_stage: virtual pipeline stage, where there is one.
         transformer_engine: Transformer Engine's modules (GPU) instead of Megatron's local ones.
+        attention: the core of tree attention, as `training.attention`; refused when the model is
+            built where it cannot run.
 
     Raises:
         ConfigError: Transformer Engine is asked for but not installed, or a recompute option would
-        lose the tree.
+            lose the tree.
     """
     if transformer_engine and not gpt_layer_specs.HAVE_TE:
         raise ConfigError(
@@ -75,7 +81,10 @@ def tree_layer_spec(
         )
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    specs = [_layer(config, layer, transformer_engine) for layer in range(first, first + count)]
+    core = ModuleSpec(module=TreeAttention, params={"core": attention})
+    specs = [
+        _layer(config, layer, transformer_engine, core) for layer in range(first, first + count)
+    ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(transformer_engine))
 
 
@@ -99,7 +108,9 @@ def _norm(transformer_engine: bool) -> type[torch.nn.Module]:
     return TENorm
 
 
-def _layer(config: TransformerConfig, layer: int, transformer_engine: bool) -> ModuleSpec:
+def _layer(
+    config: TransformerConfig, layer: int, transformer_engine: bool, attention_core: ModuleSpec
+) -> ModuleSpec:
     build = (
         gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
         if transformer_engine
@@ -114,7 +125,7 @@ def _layer(config: TransformerConfig, layer: int, transformer_engine: bool) -> M
     spec.module = TreeLayer
     parts = spec.submodules
     attention = parts.self_attention.submodules
-    attention.core_attention = TreeAttention
+    attention.core_attention = attention_core
     if not transformer_engine:
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         if config.qk_layernorm:

@@ -42,7 +42,8 @@ class TreeGPTModel(GPTModel):
             parallel_output=True,
             **kwargs,
         )
-        self.true_vocab_size, self.head_chunk = architecture.vocab_size, training.head_chunk
+        self.true_vocab_size = architecture.vocab_size
+        self.head_chunk = training.head_chunk
         rotary = int(architecture.head_dim * architecture.partial_rotary_factor)
         steps = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
         self.register_buffer(
@@ -69,7 +70,8 @@ class TreeGPTModel(GPTModel):
     def _postprocess(self, hidden_states, **_) -> torch.Tensor:
         if not self.post_process:
             return hidden_states
-        batch, self.batch = self.batch, None
+        batch = self.batch
+        self.batch = None  # the pipeline may hold the model long after the batch is done
         assert batch is not None
         group = mpu.get_tensor_model_parallel_group()
         if self.config.sequence_parallel:
@@ -98,7 +100,10 @@ def build_model_chunks(architecture: Architecture, training: TrainingConfig) -> 
     for stage in range(training.vpp) if training.vpp else [None]:
         place = dict(ignore_virtual=stage is None, vp_stage=stage)
         spec = tree_layer_spec(
-            config, vp_stage=stage, transformer_engine=training.transformer_engine
+            config,
+            vp_stage=stage,
+            transformer_engine=training.transformer_engine,
+            attention=training.attention,
         )
         chunk = TreeGPTModel(
             config,

@@ -1,4 +1,4 @@
-"""The core cell's optimizer and learning-rate schedule."""
+"""The core cell's optimizer and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gyre_megatron.errors import ConfigError
 def build_optimizer(
     config: OptimizerConfig, dtype: torch.dtype, wrapped_chunks: list
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Adam over the wrapped model chunks, and its schedule.
+    """Adam over the wrapped model chunks, and the schedule of its learning rate.
 
     Raises:
         ConfigError: min_lr is above lr.
@@ -46,7 +46,7 @@ def build_optimizer(
             ),
             wrapped_chunks,
         )
-    schedule = OptimizerParamScheduler(
+    lr_schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
@@ -59,4 +59,4 @@ def build_optimizer(
         wd_incr_steps=1,
         wd_incr_style="constant",
     )
-    return optimizer, schedule
+    return optimizer, lr_schedule

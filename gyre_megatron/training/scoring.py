@@ -53,18 +53,19 @@ def collect_logprobs(
     """Per bin, float32 [E] of all its edges, on every rank of the cell.
 
     Args:
-        batches: this replica's share of the bins; scored: log-probabilities by id of a batch, on
-            the last stage.
+        batches: this replica's share of the bins.
+        scored: log-probabilities of each batch's edges by its index, on the last stage.
     """
     starts = np.cumsum([0, *(len(b.edge_labels) for b in bins)])
     total = torch.zeros(int(starts[-1]), dtype=torch.float32, device=device)
-    dp, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    dp = mpu.get_data_parallel_world_size()
+    rank = mpu.get_data_parallel_rank()
     if mpu.get_tensor_model_parallel_rank() == 0:
-        for index, batch in zip(range(rank, len(bins), dp), batches, strict=False):
-            if id(batch) in scored:
-                total[torch.from_numpy(starts[index] + batch.edge_indices).to(device)] = scored[
-                    id(batch)
-                ]
+        # The replica's bins are bins[rank::dp]; batches beyond them only fill the pipeline
+        for number, batch in zip(range(rank, len(bins), dp), batches, strict=False):
+            if batch.index in scored:
+                places = torch.from_numpy(starts[number] + batch.edge_indices).to(device)
+                total[places] = scored[batch.index]
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return [part.cpu().numpy() for part in total.split(np.diff(starts).tolist())]

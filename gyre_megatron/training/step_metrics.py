@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from gyre_megatron.algos.gspo import GspoResult
+from gyre_megatron.algos.objective import Diagnostics
 from gyre_megatron.training.tree_batch import TreeBatch
 
 ROLES = ("main", "main_summary", "sub_agent", "sub_agent_summary", "auxiliary")
@@ -35,10 +35,15 @@ trajectory role."""
 
 
 def micro_step_sums(
-    batch: TreeBatch, statistics: torch.Tensor, result: GspoResult, version: int | None
+    batch: TreeBatch,
+    statistics: torch.Tensor,
+    loss: torch.Tensor,
+    diagnostics: Diagnostics,
+    version: int | None,
 ) -> torch.Tensor:
     """The sums of one bin on this rank, fp64 [len(KEYS)], in the order of KEYS."""
-    edges, bin_ = batch.edges, batch.bin
+    edges = batch.edges
+    bin_ = batch.bin
     first_of_bin = mpu.get_context_parallel_rank() == 0
     logprobs, entropies, square_norms = statistics.detach()
     stale = (
@@ -47,16 +52,16 @@ def micro_step_sums(
         else torch.zeros((), dtype=torch.float64)
     )
     values = [
-        result.loss.detach(),
+        loss.detach(),
         bin_.num_tokens * first_of_bin,
         len(logprobs),
         len(bin_.trajectory_advantages) * first_of_bin,
-        result.clipped.sum(),
-        result.masked.sum(),
-        result.ratios.double().sum(),
+        diagnostics.clipped.sum(),
+        diagnostics.masked.sum(),
+        diagnostics.ratios.double().sum(),
         entropies.double().sum(),
-        result.kl_behaviour.double().sum(),
-        result.kl_reference.double().sum(),
+        diagnostics.kl_behaviour.double().sum(),
+        diagnostics.kl_reference.double().sum(),
         (logprobs - edges.behaviour_logprobs).abs().double().sum(),
         stale,
     ]
@@ -66,7 +71,9 @@ def micro_step_sums(
     edge_roles = roles[edges.trajectories] if len(roles) else edges.trajectories
     by_role = torch.zeros(2, len(ROLES), dtype=torch.float64, device=logprobs.device)
     by_role[0].index_add_(0, edge_roles, torch.ones_like(logprobs, dtype=torch.float64))
-    by_role[1].index_add_(0, edge_roles, (result.coefficients.square() * square_norms).double())
+    by_role[1].index_add_(
+        0, edge_roles, (diagnostics.coefficients.square() * square_norms).double()
+    )
     scalars = torch.stack(
         [torch.as_tensor(v, dtype=torch.float64, device=logprobs.device) for v in values]
     )

@@ -18,8 +18,11 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from gyre_megatron.algos.gspo import gspo_loss
+from gyre_megatron.algos.extensions import load_objective
+from gyre_megatron.algos.objective import ObjectiveContext, diagnose
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.cpu import local_device, require_device
@@ -28,8 +31,8 @@ from gyre_megatron.training import checkpoint, parallel, parameters
 from gyre_megatron.training.model import build_model_chunks
 from gyre_megatron.training.model_config import DTYPES
 from gyre_megatron.training.optimizer import build_optimizer
+from gyre_megatron.training.pipeline import replica_batches, run_pipeline
 from gyre_megatron.training.reference import ReferencePolicy
-from gyre_megatron.training.schedule import replica_batches, run
 from gyre_megatron.training.scoring import collect_logprobs, sequence_bins, split_by_sequence
 from gyre_megatron.training.step_metrics import micro_step_sums, reduce_sums
 from gyre_megatron.training.tree_batch import TreeBatch
@@ -64,6 +67,7 @@ class Trainer:
         require_device()
         self.config = config
         self.architecture = architecture
+        self._objective = load_objective(config)
         parallel.initialize(config, architecture)
         self.device = local_device()
         self.weight_version: int | None = None
@@ -81,9 +85,10 @@ class Trainer:
         self._reference = (
             ReferencePolicy(self._parameter_buffers) if config.gspo.kl_coefficient else None
         )
-        self.optimizer = self.schedule = None
+        self.optimizer: MegatronOptimizer | None = None
+        self.lr_schedule: OptimizerParamScheduler | None = None
         if with_optimizer:
-            self.optimizer, self.schedule = build_optimizer(
+            self.optimizer, self.lr_schedule = build_optimizer(
                 config.optimizer, DTYPES[config.dtype], self._wrapped
             )
 
@@ -122,26 +127,27 @@ class Trainer:
         reference = self._reference_logprobs(batches)
 
         def loss_function(batch: TreeBatch, statistics: torch.Tensor):
-            result = gspo_loss(
-                statistics[0],
-                statistics[1],
-                batch.edges,
-                self.config.gspo,
-                reference_logprobs=reference.get(id(batch)),
-                current_version=self.weight_version,
+            logprobs, entropies, _ = statistics
+            context = ObjectiveContext(
+                config=self.config.gspo,
+                options=self.config.objective_options,
+                reference_logprobs=reference.get(batch.index),
+                weight_version=self.weight_version,
                 reduce=_sum_over_context if self.config.cp > 1 else None,
             )
-            return result.loss, micro_step_sums(batch, statistics, result, self.weight_version)
+            result = self._objective(logprobs, entropies, batch.edges, context)
+            diagnostics = diagnose(result, logprobs, batch.edges, context)
+            sums = micro_step_sums(batch, statistics, result.loss, diagnostics, self.weight_version)
+            return result.loss, sums
 
-        return reduce_sums(
-            run(self._wrapped, batches, loss_function, forward_only=False), self.device
-        )
+        kept = run_pipeline(self._wrapped, batches, loss_function, forward_only=False)
+        return reduce_sums(kept, self.device)
 
     def _reference_logprobs(self, batches: list[TreeBatch]) -> dict[int, torch.Tensor]:
         if self._reference is None:
             return {}
         with self._reference.weights():
-            return dict(self._logprobs(batches))
+            return self._logprobs(batches)
 
     def finish_gradients(self) -> None:
         """Reduce gradients inside the cell: data and context parallelism, sequence parallelism,
@@ -155,11 +161,11 @@ class Trainer:
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, update, advance the learning rate (core cell only)."""
-        if self.optimizer is None or self.schedule is None:
+        if self.optimizer is None or self.lr_schedule is None:
             raise ConfigError(
                 "optimizer_step was called on a satellite cell; only the core cell has an optimizer"
             )
-        self.schedule.step(increment=1)
+        self.lr_schedule.step(increment=1)
         success, grad_norm, _ = self.optimizer.step()
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         return {"grad_norm": float(grad_norm or 0.0), "lr": lr, "skipped": float(not success)}
@@ -184,28 +190,29 @@ class Trainer:
     # Scoring
 
     @torch.no_grad()
-    def _logprobs(self, batches: list[TreeBatch]) -> list[tuple[int, torch.Tensor]]:
-        """(id of the batch, log-probabilities of its edges) on the last stage; nothing on
-        others."""
-        keep = lambda batch, statistics: (statistics.sum(), (id(batch), statistics[0].detach()))  # noqa: E731
-        return run(self._wrapped, batches, keep, forward_only=True)
+    def _logprobs(self, batches: list[TreeBatch]) -> dict[int, torch.Tensor]:
+        """Log-probabilities of the edges of each batch by the batch's index on the last stage;
+        nothing on others."""
+
+        def keep(batch: TreeBatch, statistics: torch.Tensor):
+            return statistics.sum(), (batch.index, statistics[0].detach())
+
+        return dict(run_pipeline(self._wrapped, batches, keep, forward_only=True))
 
     def score(self, sequences: list[list[int]], temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probability of each next token of each sequence, float32 [len - 1]; the same on every
         rank."""
         bins = sequence_bins(sequences, temperature, self.config.token_budget)
         batches = replica_batches(bins, self.config, self.architecture, self.device)
-        scored = dict(self._logprobs(batches))
-        return split_by_sequence(
-            bins, collect_logprobs(bins, batches, scored, self.device), len(sequences)
-        )
+        logprobs = collect_logprobs(bins, batches, self._logprobs(batches), self.device)
+        return split_by_sequence(bins, logprobs, len(sequences))
 
     # Checkpoints
 
     def save_checkpoint(self, directory: str | Path) -> None:
-        """Write model, optimizer and schedule (collective over the core cell) into an existing
+        """Write model, optimizer and learning-rate schedule (collective over the core cell) into an existing
         directory."""
-        checkpoint.save(directory, self.model_chunks, self.optimizer, self.schedule)
+        checkpoint.save(directory, self.model_chunks, self.optimizer, self.lr_schedule)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Read what `save_checkpoint` wrote, possibly in another layout.
@@ -213,7 +220,7 @@ class Trainer:
         Raises:
             CheckpointError: the directory holds no complete checkpoint.
         """
-        checkpoint.load(directory, self.model_chunks, self.optimizer, self.schedule)
+        checkpoint.load(directory, self.model_chunks, self.optimizer, self.lr_schedule)
 
 
 def _sum_over_context(x: torch.Tensor) -> torch.Tensor:

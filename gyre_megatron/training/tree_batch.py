@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from gyre_megatron.algos.gspo import EdgeBatch
+from gyre_megatron.algos.objective import EdgeBatch
 from gyre_megatron.errors import TrajectoryError
 from gyre_megatron.ops.tree_attention import tree_pieces
 from gyre_megatron.trajectory.packing import PackedBin
@@ -75,6 +75,7 @@ class TreeBatch:
         edges: loss columns of the same E edges; trajectory columns are the whole bin's.
         bin: where the batch came from.
         edge_indices: int64 [E] numpy; index of each edge in the bin.
+        index: number of the micro-step among this replica's; results are kept by it.
     """
 
     params: TreeParams
@@ -85,6 +86,7 @@ class TreeBatch:
     edges: EdgeBatch
     bin: PackedBin
     edge_indices: np.ndarray
+    index: int
 
 
 def padded_length(num_tokens: int, cp: int, tp: int, block: int) -> int:
@@ -108,6 +110,7 @@ def _block_length(num_tokens: int, cp: int, tp: int, block: int) -> int:
 def make_batch(
     bin_: PackedBin,
     length: int,
+    index: int = 0,
     *,
     device: torch.device,
     sequence_parallel: bool,
@@ -118,31 +121,27 @@ def make_batch(
 
     Args:
         length: tokens after padding, from `padded_length` of this bin or of a longer one.
+        index: number of the micro-step among this replica's.
         block: unit of blocks (1 on CPU, FLEX_BLOCK on GPU).
         replay: (MoE layers, experts per token) where recorded routes are to be replayed.
 
     Raises:
         TrajectoryError: recorded routes do not fit the model.
     """
-    tp, cp, cp_rank = (
-        mpu.get_tensor_model_parallel_world_size(),
-        mpu.get_context_parallel_world_size(),
-        mpu.get_context_parallel_rank(),
-    )
+    tp = mpu.get_tensor_model_parallel_world_size()
+    cp = mpu.get_context_parallel_world_size()
     pad = length - bin_.num_tokens
     positions = np.concatenate([bin_.positions, np.arange(pad)]).astype(np.int64)
     nodes = _with_padding_node(bin_, length)
     owners = _assign_blocks(positions, cp, _block_length(length, cp, tp, block))
-    mine = owners[cp_rank]
+    mine = owners[mpu.get_context_parallel_rank()]
     local = np.concatenate([np.arange(a, b) for a, b in mine])
     row = np.full(length, -1)
     row[local] = np.arange(len(local))
 
-    share = (
-        local
-        if not sequence_parallel
-        else local.reshape(tp, -1)[mpu.get_tensor_model_parallel_rank()]
-    )
+    share = local
+    if sequence_parallel:
+        share = local.reshape(tp, -1)[mpu.get_tensor_model_parallel_rank()]
     params = TreeParams(
         qkv_format="sbhd",
         max_seqlen_q=len(local),
@@ -168,6 +167,7 @@ def make_batch(
         edges=_edges(bin_, kept, device),
         bin=bin_,
         edge_indices=kept,
+        index=index,
     )
 
 
@@ -189,13 +189,12 @@ def _edges(bin_: PackedBin, kept: np.ndarray, device: torch.device) -> EdgeBatch
 def _with_padding_node(bin_: PackedBin, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Nodes with one root for all padding, so that padded queries see something and nobody sees
     them."""
-    starts, ends, subtree_ends = bin_.node_starts, bin_.node_ends, bin_.subtree_ends
     if length == bin_.num_tokens:
-        return starts, ends, subtree_ends
+        return bin_.node_starts, bin_.node_ends, bin_.subtree_ends
     return (
-        np.append(starts, bin_.num_tokens),
-        np.append(ends, length),
-        np.append(subtree_ends, length),
+        np.append(bin_.node_starts, bin_.num_tokens),
+        np.append(bin_.node_ends, length),
+        np.append(bin_.subtree_ends, length),
     )
 
 
@@ -211,7 +210,8 @@ def _assign_blocks(positions: np.ndarray, cp: int, block: int) -> list[np.ndarra
         return [np.array([[0, length]])]
     num_blocks = length // block
     costs = (positions + 1).reshape(num_blocks, block).sum(axis=1)
-    totals, chosen = [0] * cp, [[] for _ in range(cp)]  # type: tuple[list[int], list[list[int]]]
+    totals = [0] * cp
+    chosen: list[list[int]] = [[] for _ in range(cp)]
     for b in np.argsort(-costs, kind="stable").tolist():
         rank = min(
             (r for r in range(cp) if len(chosen[r]) < num_blocks // cp),

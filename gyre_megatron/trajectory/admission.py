@@ -48,10 +48,11 @@ def trains_without_advantage(training: TrainingConfig) -> bool:
     """Whether an execution whose advantage is 0 can contribute a gradient.
 
     The clipped objective is a multiple of the advantage; the divergence from the reference, the
-    entropy bonus and the load-balancing loss are not.
+    entropy bonus and the load-balancing loss are not; an objective of the user's own may not be.
     """
     return (
-        training.gspo.kl_coefficient != 0.0
+        training.objective != "gspo"
+        or training.gspo.kl_coefficient != 0.0
         or training.gspo.entropy_coefficient != 0.0
         or training.moe_aux_loss != 0.0
     )

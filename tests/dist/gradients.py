@@ -13,7 +13,7 @@ from megatron.core import parallel_state as mpu
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.training import Trainer
-from gyre_megatron.training.schedule import replica_batches
+from gyre_megatron.training.pipeline import replica_batches
 from gyre_megatron.training.scoring import collect_logprobs
 from gyre_megatron.trajectory.packing import PackedBin
 from gyre_megatron.weights.checkpoint import piece_view
@@ -60,7 +60,7 @@ def layout_shape(layout, name: str) -> tuple[int, ...]:
 def edge_logprobs(trainer: Trainer, bins: list[PackedBin]) -> list:
     """Per bin, the log-probabilities of its edges."""
     batches = replica_batches(bins, trainer.config, trainer.architecture, trainer.device)
-    return collect_logprobs(bins, batches, dict(trainer._logprobs(batches)), trainer.device)
+    return collect_logprobs(bins, batches, trainer._logprobs(batches), trainer.device)
 
 
 def run_batches(checkpoint: Path, config: TrainingConfig, batches: list[list[PackedBin]], split: int = 1):

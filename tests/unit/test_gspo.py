@@ -9,7 +9,8 @@ import math
 import pytest
 import torch
 
-from gyre_megatron.algos.gspo import EdgeBatch, gspo_loss
+from gyre_megatron.algos.gspo import gspo_loss
+from gyre_megatron.algos.objective import EdgeBatch
 from gyre_megatron.config.training import GspoConfig
 from gyre_megatron.errors import TrajectoryError
 

@@ -32,7 +32,8 @@ def replica_batches(
     Shapes agree where ranks exchange activations: over a pipeline, and over experts gathered from
     all replicas.
     """
-    dp, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    dp = mpu.get_data_parallel_world_size()
+    rank = mpu.get_data_parallel_rank()
     count = -(-len(bins) // dp)
     if config.vpp is not None:  # the interleaved schedule takes micro-steps in groups of pp
         count = -(-count // config.pp) * config.pp
@@ -51,10 +52,12 @@ def replica_batches(
         )
     sharded = config.uses_sequence_parallel
     make = partial(make_batch, device=device, sequence_parallel=sharded, block=block, replay=replay)
-    return [make(b, length) for b, length in zip(mine, lengths, strict=True)]
+    return [
+        make(b, length, index) for index, (b, length) in enumerate(zip(mine, lengths, strict=True))
+    ]
 
 
-def run(
+def run_pipeline(
     chunks: list[torch.nn.Module],
     batches: list[TreeBatch],
     loss_function: LossFunction,
