@@ -20,14 +20,14 @@ $(STAMP): $(REQUIREMENTS)
 	@start=$$(date +%s) && $(PYTHON) -m venv $(VENV) \
 	&& $(BIN)/pip install -q --disable-pip-version-check -r requirements/cpu.txt -r requirements/dev.txt \
 	&& $(BIN)/pip install -q --disable-pip-version-check --no-deps -r requirements/sglang-cpu.txt \
-	&& $(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . \
+	&& GYRE_NATIVE=1 $(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . \
 	&& touch $(STAMP) && echo "setup: done in $$(( $$(date +%s) - start )) s"
 
 build: $(STAMP) $(LIBRARY)  ## compile csrc/ into gyre_megatron/_C
 
 $(LIBRARY): $(STAMP) $(SOURCES)
 	@echo "build: compiling csrc/ (about a minute)"
-	@$(RUN) $(BIN)/python setup.py -q build_ext --inplace > build.log 2>&1 || { cat build.log; exit 1; }
+	@$(RUN) GYRE_NATIVE=1 $(BIN)/python setup.py -q build_ext --inplace > build.log 2>&1 || { cat build.log; exit 1; }
 	@touch $(LIBRARY)
 
 demo: setup  ## the main job on two CPU cores: learns, shows role switches, prints a summary line last

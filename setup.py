@@ -1,8 +1,9 @@
 """Build gyre_megatron and its native extension.
 
 Every `csrc/cpu/*.cpp` is compiled; every `csrc/cuda/*.cu` too where a CUDA build of torch and nvcc
-exist. `GYRE_SKIP_CUDA_BUILD=1` leaves the CUDA sources out. Operators register themselves under
-`torch.ops.gyre`.
+exist. `GYRE_SKIP_CUDA_BUILD=1` leaves the CUDA sources out. `GYRE_NATIVE=1` uses all instructions of
+this machine, which `make build` sets; without it, as for a wheel, the code runs on any machine of
+the architecture. Operators register themselves under `torch.ops.gyre`.
 """
 
 import os
@@ -13,15 +14,10 @@ import torch
 from setuptools import find_namespace_packages, setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
-CXX_FLAGS = [
-    "-O3",
-    "-std=c++20",
-    "-march=native",
-    "-fopenmp",
-    "-Wall",
-    "-Wextra",
-    "-Werror=return-type",
-]
+CXX_FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-Wall", "-Wextra", "-Werror=return-type"]
+if os.environ.get("GYRE_NATIVE", "0") == "1":
+    # For the machine that builds it only: a wheel with these instructions dies elsewhere.
+    CXX_FLAGS.append("-march=native")
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo"]
 
 
