@@ -18,7 +18,7 @@ import pytest
 
 from gyre_megatron.trajectory.records import Call, Node
 from tests.support.proxies import RunningProxy, running_proxy
-from tests.support.replay import assert_replays
+from tests.support.replay import assert_replays, path_to
 from tests.support.scripted_agents import SUB_RESULT, SUB_TASK, ScriptedAgent, scenario, tool_call
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -71,11 +71,7 @@ class Harness:
 
     def path(self, call: Call) -> list[Node]:
         nodes = {node.node_id: node for node in self.proxy.store.nodes(self.execution_id)}
-        path, node = [], nodes.get(call.node_id)
-        while node is not None:
-            path.append(node)
-            node = nodes.get(node.parent)
-        return path[::-1]
+        return path_to(nodes, call.node_id)
 
     def answers_on_path(self, call: Call) -> int:
         """How many answers of the policy the call builds on, its own included."""

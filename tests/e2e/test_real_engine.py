@@ -22,6 +22,7 @@ from gyre_megatron.config.rollout import ProxyConfig, RolloutConfig, SamplingCon
 from gyre_megatron.engines.server import ServerSpec, SglangServer
 from tests.e2e.test_clients import CLAUDE
 from tests.support.proxies import RunningProxy, running_proxy
+from tests.support.replay import path_to
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -56,12 +57,9 @@ def recorded(proxy: RunningProxy, execution_id: str) -> list[tuple[list[int], in
     nodes = {node.node_id: node for node in proxy.store.nodes(execution_id)}
     found = []
     for call in proxy.store.calls(execution_id):
-        path, node = [], nodes[call.node_id]
-        while node is not None:
-            path.append(node)
-            node = nodes.get(node.parent)
-        ids = np.concatenate([n.token_ids for n in path[::-1]]).tolist()
-        found.append((ids, call.num_prompt_tokens, path[0].logprobs.tolist()))
+        path = path_to(nodes, call.node_id)
+        ids = np.concatenate([n.token_ids for n in path]).tolist()
+        found.append((ids, call.num_prompt_tokens, path[-1].logprobs.tolist()))
     return found
 
 

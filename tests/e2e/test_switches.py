@@ -17,6 +17,7 @@ import pytest
 from gyre_megatron.config.rollout import ProxyConfig, RolloutConfig, RouterConfig
 from tests.support.engine_processes import EngineProcess
 from tests.support.proxies import RunningProxy, running_proxy
+from tests.support.replay import path_to
 from tests.support.scripted_engine import chain_policy, logprob_of
 
 pytestmark = pytest.mark.e2e
@@ -97,21 +98,18 @@ def check_last_call(proxy: RunningProxy, execution_id: str, text: str) -> None:
     of its engine."""
     nodes = {node.node_id: node for node in proxy.store.nodes(execution_id)}
     call = proxy.store.calls(execution_id)[-1]
-    path, node = [], nodes[call.node_id]
-    while node is not None:
-        path.append(node)
-        node = nodes.get(node.parent)
-    ids = np.concatenate([node.token_ids for node in path[::-1]]).tolist()
+    path = path_to(nodes, call.node_id)
+    ids = np.concatenate([node.token_ids for node in path]).tolist()
     cut = call.num_prompt_tokens
     policy = iter(POLICY(ids[:cut]))
     assert ids[cut:] == [next(policy) for _ in range(TOKENS_PER_CALL)]
     assert text.strip() == proxy.renderer.tokens.decode(ids[cut:]).strip()
-    versions = np.repeat(*zip(*path[0].versions, strict=True)).tolist()
+    versions = np.repeat(*zip(*path[-1].versions, strict=True)).tolist()
     expected = [
         logprob_of(cut + i, token, v)
         for i, (token, v) in enumerate(zip(ids[cut:], versions, strict=True))
     ]
-    assert path[0].logprobs.tolist() == expected
+    assert path[-1].logprobs.tolist() == expected
 
 
 async def switch_around(

@@ -7,8 +7,15 @@ from collections import Counter
 
 import numpy as np
 
+from gyre_megatron.trajectory.paths import walk_up
+from gyre_megatron.trajectory.records import Node
 from gyre_megatron.trajectory.store import TrajectoryStore
 from tests.support.scripted_engine import ScriptedEngine, logprob_of
+
+
+def path_to(nodes: dict[int, Node], node_id: int) -> list[Node]:
+    """Nodes from the root down to `node_id`."""
+    return list(walk_up(nodes[node_id], lambda node: nodes.get(node.parent)))[::-1]
 
 
 def recorded_calls(
@@ -18,12 +25,9 @@ def recorded_calls(
     nodes = {node.node_id: node for node in store.nodes(execution_id)}
     calls = []
     for call in store.calls(execution_id):
-        path, node = [], nodes.get(call.node_id)
-        while node is not None:
-            path.append(node)
-            node = nodes.get(node.parent)
-        ids = np.concatenate([node.token_ids for node in path[::-1]])
-        cut = len(ids) - len(path[0].logprobs)
+        path = path_to(nodes, call.node_id)
+        ids = np.concatenate([node.token_ids for node in path])
+        cut = len(ids) - len(path[-1].logprobs)
         assert call.num_prompt_tokens == cut
         calls.append((tuple(ids[:cut].tolist()), tuple(ids[cut:].tolist())))
     return calls
