@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gyre_megatron.config.base import Section
 
@@ -35,13 +35,15 @@ class EngineConfig(Section):
     ep: int = Field(1, ge=1)
     """Expert-parallel ranks among them."""
     dtype: str = "bfloat16"
-    context_length: int = Field(32_768, ge=64)
+    context_length: int | None = Field(None, ge=64)
     """Longest sequence (prompt and answer) in tokens; longer prompts are answered with the
-    dialect's overflow error."""
-    max_total_tokens: int | None = None
+    dialect's overflow error. Default: the model's own context, or the KV cache where that is
+    smaller."""
+    max_total_tokens: int | None = Field(None, ge=64)
     """Size of the KV cache in tokens; default: SGLang decides from free memory."""
-    max_running_requests: int = Field(64, ge=1)
-    """Requests decoded at once; also bounds the slots the router fills."""
+    max_running_requests: int | None = Field(None, ge=1)
+    """Requests decoded at once; default: four for each execution that a cell holds
+    (scheduler.cell_capacity), which may run sub-agents."""
     mem_fraction_static: float = Field(0.8, gt=0, lt=1)
     """Share of the device's memory for weights and KV cache while the cell serves."""
     start_timeout_s: float = Field(240.0, gt=0)
@@ -49,4 +51,29 @@ class EngineConfig(Section):
     num_threads: int = Field(1, ge=1)
     """OpenMP threads of the server on a CPU."""
     extra_args: list[str] = Field(default_factory=list)
-    """More arguments for sglang.launch_server, passed through as they are."""
+    """More arguments for sglang.launch_server, passed through as they are. Those that a key of
+    this section stands for are refused: the limits of a run would no longer agree."""
+
+    @model_validator(mode="after")
+    def _one_owner(self) -> EngineConfig:
+        for word in self.extra_args:
+            flag = word.partition("=")[0]
+            # The server's parser takes any prefix of a flag that is unambiguous.
+            owners = [key for own, key in _OWN_FLAGS.items() if own.startswith(flag)]
+            if flag.startswith("--") and len(flag) > 2 and owners:
+                raise ValueError(f"extra_args holds {word}; set engine.{owners[0]} instead")
+        return self
+
+
+_OWN_FLAGS = {
+    "--context-length": "context_length",
+    "--max-total-tokens": "max_total_tokens",
+    "--max-running-requests": "max_running_requests",
+    "--mem-fraction-static": "mem_fraction_static",
+    "--dtype": "dtype",
+    "--tp-size": "tp",
+    "--tensor-parallel-size": "tp",
+    "--ep-size": "ep",
+    "--expert-parallel-size": "ep",
+}
+"""SGLang's arguments that the section's own keys stand for."""

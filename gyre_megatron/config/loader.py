@@ -153,8 +153,8 @@ def _explain(item: ErrorDetails, values: Values) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if not key:
         return message
-    known = [place for place in values.origins if place == key[: len(place)]]
-    name = ".".join(max(known, key=lambda place: len(place), default=key))
+    known = sorted((place for place in values.origins if place == key[: len(place)]), key=len)
+    name = ".".join(known[-1] if known else key)
     if not known:  # a default, or a rule about a whole section: its message says what was found
         return f"{name}: {message}"
     quote = " (put it in quotes)" if item["type"] == "string_type" else ""

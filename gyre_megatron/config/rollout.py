@@ -21,8 +21,9 @@ class SamplingConfig(Section):
     top_p: float | None = 1.0
     """Nucleus mass of every call; null honours the harness. Default 1: log-probabilities are of the
     full softmax."""
-    max_new_tokens: int = Field(32_768, gt=0)
-    """Cap on the tokens of one call, also used where a dialect has no limit of its own."""
+    max_new_tokens: int | None = Field(None, gt=0)
+    """Cap on the tokens of one call, also used where a dialect has no limit of its own; null takes
+    what the context leaves."""
     return_routed_experts: bool = False
     """Ask the engine for the experts each token took (needs --enable-return-routed-experts)."""
 
@@ -35,7 +36,8 @@ class ProxyConfig(Section):
     ping_interval_s: float = Field(10.0, gt=0)
     """Silence after which a stream sends a ping; clients give up after about 300 s."""
     context_length: int | None = Field(None, gt=0)
-    """Tokens of prompt and answer together; null takes the model's max_position_embeddings."""
+    """Tokens of prompt and answer together; null takes what both the engines serve and one bin of
+    training holds."""
     call_timeout_s: float = Field(3600.0, gt=0)
     """Longest time one call may take, waiting for an engine included."""
     session_cache_mib: int = Field(512, gt=0)
@@ -113,8 +115,9 @@ class HarnessConfig(Section):
     """Variables copied from the control plane; everything else is withheld."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables set in addition."""
-    max_concurrent: int = Field(16, gt=0)
-    """Harnesses running at the same time."""
+    max_concurrent: int | None = Field(None, gt=0)
+    """Harnesses running at the same time, where the control plane's host cannot run as many as the
+    cells hold (scheduler.cell_capacity * cluster.num_cells); null sets no limit of its own."""
 
 
 class ProcessorConfig(Section):

@@ -91,8 +91,9 @@ class TrainingConfig(Section):
     """Tensor-parallel ranks of the experts; None uses `tp`, as Megatron does."""
     sequence_parallel: bool | None = None
     """Shard activations of norms over tensor-parallel ranks; None turns it on when tp > 1."""
-    token_budget: int = Field(16_384, ge=16)
-    """Unique tokens in one bin: the size of a micro-step. The longest trajectory must fit."""
+    token_budget: int | None = Field(None, ge=64)
+    """Unique tokens in one bin: the size of a micro-step. The longest trajectory must fit, so calls
+    are bounded by it; null takes what the longest call needs, and at least 16,384."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Parameter and activation type; gradients are always summed in fp32."""
     recompute: Literal["none", "attention", "full"] = "none"

@@ -114,8 +114,6 @@ class SglangServer:
             "--host": spec.host,
             "--port": self.port,
             "--tp-size": spec.tp,
-            "--context-length": config.context_length,
-            "--max-running-requests": config.max_running_requests,
             "--mem-fraction-static": config.mem_fraction_static,
             "--weight-version": self.spec.weight_version,
             "--log-level": "warning",
@@ -123,8 +121,12 @@ class SglangServer:
         }
         if config.ep > 1:
             values["--ep-size"] = config.ep
-        if config.max_total_tokens is not None:
-            values["--max-total-tokens"] = config.max_total_tokens
+        bounds = {  # a run fills these in (config.limits); None leaves the choice to SGLang
+            "--context-length": config.context_length,
+            "--max-running-requests": config.max_running_requests,
+            "--max-total-tokens": config.max_total_tokens,
+        }
+        values |= {flag: bound for flag, bound in bounds.items() if bound is not None}
         flags = ["--sleep-on-idle", "--skip-server-warmup", "--incremental-streaming-output"]
         if spec.device == "cuda":
             flags.append("--enable-memory-saver")  # or memory cannot be released to the trainer

@@ -175,9 +175,11 @@ class RunningCall:
         return BadRequest(f"the engine refused the call: {error}", "internal", 500)
 
     def _max_new_tokens(self) -> int:
+        """What the harness asks for, cut to the run's cap and to what the context leaves: an
+        engine would refuse the call otherwise, and harnesses ask for far more than they use."""
         room = self._context.renderer.context_length - len(self._call.prompt.token_ids)
-        wanted = self._call.request.max_tokens or self._context.config.sampling.max_new_tokens
-        return min(room, wanted, self._context.config.sampling.max_new_tokens)
+        cap = self._context.config.sampling.max_new_tokens or room
+        return min(room, cap, self._call.request.max_tokens or room)
 
     def _set_finish(self, finish: str | None) -> None:
         answer = self.answer

@@ -1,12 +1,70 @@
-"""Refuses layouts that cannot work before any process or port is taken."""
+"""Refuses what cannot work before a process, a port or a file is made.
+
+Called by rank 0 at the start of a run, cheapest first: `check_inputs` needs only the configuration,
+`check_architecture` and `check_layout` the model's config.json.
+"""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from gyre_megatron.config.layout_rules import check_engine_in_cell, check_serving, check_training
+from gyre_megatron.config.limits import Limits, derive_limits
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.config.model import Architecture
-from gyre_megatron.errors import ConfigError
+from gyre_megatron.errors import ConfigError, RunDirectoryError
+from gyre_megatron.harness.extensions import load_extensions as load_harness_extensions
+from gyre_megatron.proxy.extensions import load_extensions as load_proxy_extensions
+from gyre_megatron.scheduler import SchedulerState, decide
+from gyre_megatron.trajectory.advantages import ADVANTAGES
 from gyre_megatron.weights.process_groups import CellTopology
+
+
+def check_inputs(config: GyreConfig) -> None:
+    """Check what needs neither the model nor other ranks: paths, tasks, and every extension that
+    is named, so that no wrong name ends a run that is under way.
+
+    Raises:
+        ConfigError: a task or a name is wrong.
+        PolicyError: the policy gives no usable answer.
+        RunDirectoryError: the run's directory cannot be written.
+    """
+    check_writable(config.run.root / config.run.name)
+    load_harness_extensions(config.rollout.harness)
+    load_proxy_extensions(config.rollout.proxy)
+    ADVANTAGES.load(config.rollout.processor.advantage)
+    nothing_yet = SchedulerState.at_start(config.cluster.num_cells, config.run.num_steps)
+    decide(nothing_yet, config.scheduler)  # loads the policy and asks it once
+
+
+def check_writable(path: Path) -> None:
+    """Check that a run's directory exists and can be written, or can be made. Makes nothing.
+
+    Raises:
+        RunDirectoryError: it cannot.
+    """
+    existing = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        problem = f"{existing} is no directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):  # also False on a read-only file system
+        problem = f"{existing} is read-only, or belongs to somebody else"
+    else:
+        return
+    raise RunDirectoryError(
+        f"the run cannot be kept in {path}: {problem}; set run.root to a directory that can be "
+        "written"
+    )
+
+
+def limits_of(config: GyreConfig, checkpoint: Path) -> Limits:
+    """The limits of a run that trains `checkpoint`.
+
+    Raises:
+        ConfigError: two keys contradict each other.
+    """
+    architecture = Architecture.from_checkpoint(checkpoint)
+    return derive_limits(config, architecture.max_position_embeddings)
 
 
 def check_architecture(config: GyreConfig, found: Architecture) -> None:
@@ -45,9 +103,3 @@ def check_layout(config: GyreConfig, architecture: Architecture, topology: CellT
     check_training(config.training, architecture, ranks)
     check_engine_in_cell(engine_tp, ranks)
     check_serving(architecture, engine_tp, config.engine.ep)
-    if config.engine.context_length > architecture.max_position_embeddings:
-        raise ConfigError(
-            f"engine.context_length={config.engine.context_length} exceeds the model's "
-            "max_position_embeddings="
-            f"{architecture.max_position_embeddings}; lower it"
-        )

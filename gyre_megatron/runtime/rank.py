@@ -26,7 +26,7 @@ from gyre_megatron.engines.server import ServerSpec, SglangServer
 from gyre_megatron.errors import CellError, ConfigError, GyreError
 from gyre_megatron.extensions import ExtensionPoint
 from gyre_megatron.runtime.cell_agent import CellAgent, CellParts, take_core_weights
-from gyre_megatron.runtime.checks import check_architecture, check_layout
+from gyre_megatron.runtime.checks import check_architecture, check_inputs, check_layout, limits_of
 from gyre_megatron.runtime.control_client import ControlClient
 from gyre_megatron.runtime.control_process import ControlProcess
 from gyre_megatron.runtime.parity import ParityCheck
@@ -98,6 +98,7 @@ def run_rank(config: GyreConfig, config_arguments: list[str], resume: bool) -> N
         if rank == 0:
             control = _start_control_plane(config, config_arguments, resume, place)
         started = _agree_on_start(place, config.cluster.start_timeout_s)
+        config = limits_of(config, Path(started.checkpoint)).apply(config)
         reason = _run_cell(config, place, started)
         if reason:
             raise CellError(reason)
@@ -115,13 +116,15 @@ def run_rank(config: GyreConfig, config_arguments: list[str], resume: bool) -> N
 def _start_control_plane(
     config: GyreConfig, config_arguments: list[str], resume: bool, place: RankPlace
 ) -> ControlProcess:
+    _check_address(config)
+    check_inputs(config)
     checkpoint = resolve_checkpoint(config)
     architecture = Architecture.from_checkpoint(checkpoint)
     check_architecture(config, architecture)
     check_layout(config, architecture, place.topology)
     check_extensions(config.training, "cuda" if torch.cuda.is_available() else "cpu")
-    _check_address(config)
-    directory = RunDirectory(Path(config.run.root) / config.run.name)
+    limits_of(config, checkpoint)  # every process derives them for itself; here they are checked
+    directory = RunDirectory(config.run.root / config.run.name)
     control = ControlProcess(
         config_arguments, checkpoint, place.topology.ranks_per_cell, resume, directory
     )
@@ -137,10 +140,10 @@ def resolve_checkpoint(config: GyreConfig) -> Path:
     """The Hugging Face checkpoint of the run; makes the tiny one if the config asks for it."""
     if config.model.checkpoint is not None:
         return Path(config.model.checkpoint).resolve()
-    assert config.model.tiny is not None  # ModelConfig allows no third way
+    assert config.model.tiny is not None  # load_config allows no third way
     digest = hashlib.sha256(config.model.tiny.model_dump_json().encode()).hexdigest()[:12]
     make = TINY_MODEL_MAKERS.load(config.model.tiny.maker)
-    return make(config.model.tiny, Path(config.run.root).resolve() / "models" / f"tiny-{digest}")
+    return make(config.model.tiny, config.run.root.resolve() / "models" / f"tiny-{digest}")
 
 
 def _agree_on_start(place: RankPlace, timeout_s: float) -> Started:
@@ -153,7 +156,7 @@ def _agree_on_start(place: RankPlace, timeout_s: float) -> Started:
 
 def _run_cell(config: GyreConfig, place: RankPlace, started: Started) -> str:
     """Start engine and trainer, register, follow orders; returns the reason for the stop."""
-    directory = RunDirectory(Path(config.run.root) / config.run.name)
+    directory = RunDirectory(config.run.root / config.run.name)
     client = ControlClient(started.url, started.token, place.cell, config.cluster.order_poll_s)
     server = None
     try:
@@ -222,7 +225,7 @@ def _build_parts(
     groups = _connect(config, place)
     checkpoint = Path(started.checkpoint)
     architecture = Architecture.from_checkpoint(checkpoint)
-    directory = RunDirectory(Path(config.run.root) / config.run.name)
+    directory = RunDirectory(config.run.root / config.run.name)
     trainer = training.Trainer(
         config.training, architecture, checkpoint, with_optimizer=place.cell == 0
     )

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gyre_megatron.errors import CheckpointError, RunDirectoryError
+from gyre_megatron.errors import CheckpointError, RunDirectoryError, StoreError
 from gyre_megatron.observe.files import RunFiles
+from gyre_megatron.trajectory.store import TrajectoryStore
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,22 @@ class RunDirectory(RunFiles):
                 f"{self.path} is in use by another run; wait for it, stop it, or set run.name to "
                 "another name"
             ) from None
-        if not resume and self.store_file.exists():
+        if not resume and self._holds_run():
             raise RunDirectoryError(
                 f"{self.path} holds a run already; continue it with --resume, or set run.name to "
                 "another name"
             )
+
+    def _holds_run(self) -> bool:
+        """Whether anything was ever dispatched here: a start that failed before that, in an engine
+        for example, can be mended and started again. A store that cannot be read counts."""
+        if not self.store_file.exists():
+            return False
+        try:
+            with TrajectoryStore(self.store_file, read_only=True) as store:
+                return store.num_groups > 0
+        except StoreError:
+            return True
 
     def write_json(self, path: Path, value: Any, *, private: bool = False) -> None:
         """Write a JSON file so that readers see the old content or the new, never half of it.

@@ -29,20 +29,18 @@ from gyre_megatron.observe import plots
 from gyre_megatron.observe.journal import Journal
 from gyre_megatron.processes import die_with_parent
 from gyre_megatron.proxy.app import create_proxy_app
-from gyre_megatron.proxy.extensions import load_extensions as load_proxy_extensions
 from gyre_megatron.proxy.http_server import listen, serving
 from gyre_megatron.runtime.actions import RunParts
 from gyre_megatron.runtime.batch import BatchBuilder
 from gyre_megatron.runtime.cell_board import CellBoard
 from gyre_megatron.runtime.cell_routes import add_cell_routes
+from gyre_megatron.runtime.checks import check_inputs, limits_of
 from gyre_megatron.runtime.control_plane import ControlPlane
 from gyre_megatron.runtime.executions import ExecutionPool
 from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.runtime.run_state import RunState
-from gyre_megatron.scheduler import SchedulerState, decide
 from gyre_megatron.text.renderer import Renderer
-from gyre_megatron.trajectory.advantages import ADVANTAGES
 from gyre_megatron.trajectory.cost import linear_cost
 from gyre_megatron.trajectory.store import TrajectoryStore
 
@@ -72,18 +70,18 @@ async def serve(spec: ServiceSpec) -> None:
         GyreError: the run failed; every cell has been told to stop.
     """
     config = spec.config
-    # All that users bring is loaded before the run's directory exists: a mistake leaves none behind.
-    load_proxy_extensions(config.rollout.proxy)
+    # Whatever a user can get wrong comes before the first file: a run that never began must not
+    # look like one that can be resumed.
+    check_inputs(config)
     tasks = load_harness_extensions(config.rollout.harness).tasks
-    ADVANTAGES.load(config.rollout.processor.advantage)
-    nothing_yet = SchedulerState.at_start(config.cluster.num_cells, config.run.num_steps)
-    decide(nothing_yet, config.scheduler)  # loads the policy and asks it once
-    directory = RunDirectory(Path(config.run.root) / config.run.name)
-    directory.open(spec.resume)
-    listener = listen(config.cluster.host, config.cluster.port, "cluster.port")
-    url = f"http://{config.cluster.host}:{listener.getsockname()[1]}"
+    renderer = Renderer.from_checkpoint(spec.checkpoint, config.rollout.proxy)
     async with contextlib.AsyncExitStack() as closing:
-        control, app = _compose(spec, tasks, directory, url, closing)
+        listener = listen(config.cluster.host, config.cluster.port, "cluster.port")
+        closing.callback(listener.close)
+        url = f"http://{config.cluster.host}:{listener.getsockname()[1]}"
+        directory = RunDirectory(config.run.root / config.run.name)
+        directory.open(spec.resume)
+        control, app = _compose(spec, tasks, renderer, directory, url, closing)
         control.check()
         directory.write_json(directory.config_file, config.model_dump(mode="json"))
         token = secrets.token_urlsafe(24)
@@ -106,6 +104,7 @@ async def serve(spec: ServiceSpec) -> None:
 def _compose(
     spec: ServiceSpec,
     tasks: TaskSet,
+    renderer: Renderer,
     directory: RunDirectory,
     url: str,
     closing: contextlib.AsyncExitStack,
@@ -117,9 +116,6 @@ def _compose(
         closing: what must be closed at the end is added here.
     """
     config = spec.config
-    # Whatever a user can get wrong is read before the store exists: a run that never began must
-    # not look like one that can be resumed.
-    renderer = Renderer.from_checkpoint(spec.checkpoint, config.rollout.proxy)
     architecture = Architecture.from_checkpoint(spec.checkpoint)
     latest = directory.latest_checkpoint() if spec.resume else None
     trained_steps = latest.step if latest else 0
@@ -181,6 +177,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         config = load_config(arguments.config, arguments.overrides).config
+        limits = limits_of(config, arguments.checkpoint)
+        for warning in limits.warnings:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        config = limits.apply(config)
         spec = ServiceSpec(config, arguments.checkpoint, arguments.ranks_per_cell, arguments.resume)
         asyncio.run(serve(spec))
     except GyreError as error:

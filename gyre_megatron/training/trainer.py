@@ -202,7 +202,7 @@ class Trainer:
     def score(self, sequences: list[list[int]], temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probability of each next token of each sequence, float32 [len - 1]; the same on every
         rank."""
-        bins = sequence_bins(sequences, temperature, self.config.token_budget)
+        bins = sequence_bins(sequences, temperature, self.config.token_budget or 0)
         batches = replica_batches(bins, self.config, self.architecture, self.device)
         logprobs = collect_logprobs(bins, batches, self._logprobs(batches), self.device)
         return split_by_sequence(bins, logprobs, len(sequences))

@@ -26,7 +26,7 @@ DEFAULT_LINEAR_COST = 4096
 
 def pack(
     trees: Sequence[ExecutionTree],
-    token_budget: int,
+    token_budget: int | None,
     num_executions: int,
     *,
     denominator: Denominator = "execution",
@@ -39,6 +39,7 @@ def pack(
     tokens.
 
     Args:
+        token_budget: None: no bound, one bin takes all.
         num_executions: Executions that share the loss (not only those of `trees`).
         denominator, constant_length: see `loss_weights.token_weights`.
         keep_executions_whole: never split an execution over bins (needed by the execution-level
@@ -51,6 +52,8 @@ def pack(
         TrajectoryError: a trajectory does not fit the budget (`fit.split_fitting` sorts such out
             beforehand), or a trained token has nothing before it.
     """
+    if token_budget is None:
+        token_budget = sum(len(node) for tree in trees for node in tree.nodes)
     weights = token_weights(trees, num_executions, denominator, constant_length)
     items: list[Item] = []
     bin_shares: list[float] = []

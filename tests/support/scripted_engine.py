@@ -43,13 +43,15 @@ def logprob_of(prefix_length: int, token: int, version: int) -> float:
 
 @dataclass(eq=False)
 class ScriptedEngine:
-    """One server; counts what it was asked."""
+    """One server; counts what it was asked. With a `context_length` it refuses what SGLang refuses:
+    prompts of context - 6 tokens and more, and answers that could pass the context."""
 
     policy: Policy
     version: int = 0
     token_delay_s: float = 0.0
     tokens_per_chunk: int = 1
     incremental: bool = True
+    context_length: int | None = None
     prompts: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
     url: str = ""
@@ -81,12 +83,24 @@ class ScriptedEngine:
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if reason := self._refusal(orjson.loads(await request.read())):
+            return web.json_response({"error": {"message": reason}}, status=400)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         with contextlib.suppress(
             ConnectionResetError
         ):  # the proxy hung up: as SGLang does, drop the request
             await self._answer(request, response)
         return response
+
+    def _refusal(self, body: dict) -> str:
+        if self.context_length is None:
+            return ""
+        length, wanted = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+        if length >= self.context_length - 6:
+            return f"Input length ({length} tokens) exceeds the maximum allowed length"
+        if length + wanted > self.context_length:
+            return f"Requested token count exceeds the model's context of {self.context_length}"
+        return ""
 
     async def _answer(self, request: web.Request, response: web.StreamResponse) -> None:
         body = orjson.loads(await request.read())

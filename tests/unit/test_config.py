@@ -327,7 +327,6 @@ TINY = Architecture(
         (["training.pp=4"], 8, "does not divide the model's 2 layers"),
         (["training.ep=3"], 6, "does not divide the model's 4 experts"),
         (["engine.tp=3"], 6, "engine.tp=3 does not divide"),
-        (["engine.context_length=9999"], 2, "exceeds the model's max_position_embeddings"),
     ],
 )
 def test_layouts_that_cannot_work_are_refused_before_anything_starts(overrides, ranks, message):
