@@ -69,6 +69,12 @@ def test_starting_without_torchrun_says_how_to_start():
             2,
             "training.tp=2 does not divide the model's 3 attention heads",
         ),
+        ("engine.context_length=9999", 2, "engine.context_length=9999 exceeds the model's"),
+        ("engine.max_running_requests=4", 2, "less than scheduler.cell_capacity=12"),
+        ("cluster.num_cells=1 training.ep=4", 2, "does not divide the 2 ranks of a pipeline"),
+        ("rollout.harness.tasks=/nowhere", 2, "no task in /nowhere"),
+        ("rollout.processor.advantage=mea", 2, "rollout.processor.advantage: unknown name 'mea'"),
+        ("scheduler.policy=gyer", 2, "scheduler.policy: unknown name 'gyer'"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
@@ -92,14 +98,19 @@ def test_a_port_in_use_is_named(tmp_path: Path):
             assert run.wait(120) != 0
             assert f"cannot listen on 127.0.0.1:{port}" in run.output
             assert run.survivors() == []
+            assert not run.directory.exists()
 
 
-def test_an_engine_that_dies_at_start_shows_its_last_log_lines(tmp_path: Path):
+def test_a_start_that_failed_can_be_mended_and_started_again(tmp_path: Path):
+    """An engine that dies at start shows its last log lines; nothing was dispatched, so the mended
+    start needs neither --resume nor another name."""
     with training_run(tmp_path, "--set", "engine.extra_args=[--no-such-flag]") as run:
         assert run.wait(120) != 0
         assert "unrecognized arguments: --no-such-flag" in run.output
         assert "its last log lines" in run.output
         assert run.survivors() == []
+    with training_run(tmp_path, "--set", "run.num_steps=1") as mended:
+        assert mended.wait(200) == 0, mended.output[-4000:]
 
 
 def test_a_gap_between_trainer_and_engine_stops_the_run(tmp_path: Path):
@@ -114,7 +125,7 @@ def test_a_gap_between_trainer_and_engine_stops_the_run(tmp_path: Path):
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path):
     with training_run(tmp_path, "--set", "run.num_steps=50") as first:
-        first.wait_for_file("control_plane.json", 90)
+        first.wait_for_steps(1, 120)
         with training_run(tmp_path, "--resume") as second:
             assert second.wait(90) != 0
             assert "is in use by another run" in second.output
