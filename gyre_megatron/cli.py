@@ -25,6 +25,7 @@ INTERRUPTED_EXIT = 130  # what shells give for SIGINT
 COMMANDS = {
     "train": ("gyre_megatron.commands.train", "train an agent; starts torchrun, or runs under it"),
     "plan": ("gyre_megatron.commands.plan", "forecast a reshard of weights, without the weights"),
+    "simulate": ("gyre_megatron.simulation.command", "compare policies on a modelled cluster"),
     "report": ("gyre_megatron.observe.report", "tables and plots of a run"),
     "trajectory": ("gyre_megatron.trajectory.__main__", "look into the executions of a run"),
     "proxy": ("gyre_megatron.proxy.standalone", "record what any harness does with an engine"),

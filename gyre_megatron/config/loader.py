@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -26,6 +26,8 @@ from gyre_megatron.config.sources import Values, compose, parse_override
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.errors import ConfigError
+
+SectionType = TypeVar("SectionType", bound=Section)
 
 
 class GyreConfig(Section):
@@ -79,17 +81,7 @@ def load_config(
         ConfigError: a file is missing or not YAML, a key is unknown, or a value has the wrong type
         or range.
     """
-    try:
-        values = compose(find_config(expand_user(path)))
-    except ValueError as error:  # ConfigError is one, with its own words
-        raise error if isinstance(error, ConfigError) else ConfigError(f"{path}: {error}") from None
-    for override in overrides:
-        values.merge(*parse_override(override))
-    _check_keys(values.tree, GyreConfig, (), values)
-    try:
-        config = GyreConfig.model_validate(values.tree)
-    except ValidationError as error:
-        raise ConfigError("; ".join(_explain(item, values) for item in error.errors())) from None
+    config, values = _load(path, GyreConfig, overrides)
     if not partial and config.model.checkpoint is None and config.model.tiny is None:
         raise ConfigError(
             f"{path} names no weights: set exactly one of model.checkpoint (a directory in Hugging "
@@ -97,6 +89,33 @@ def load_config(
         )
     origins = {".".join(key): source for key, source in values.origins.items()}
     return LoadedConfig(config, origins)
+
+
+def load_section(
+    path: str | Path, schema: type[SectionType], overrides: Sequence[str] = ()
+) -> SectionType:
+    """As `load_config`, for a file of another schema, such as a simulation.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    return _load(path, schema, overrides)[0]
+
+
+def _load(
+    path: str | Path, schema: type[SectionType], overrides: Sequence[str]
+) -> tuple[SectionType, Values]:
+    try:
+        values = compose(find_config(expand_user(path)))
+    except ValueError as error:  # ConfigError is one, with its own words
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{path}: {error}") from None
+    for override in overrides:
+        values.merge(*parse_override(override))
+    _check_keys(values.tree, schema, (), values)
+    try:
+        return schema.model_validate(values.tree), values
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item, values) for item in error.errors())) from None
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:

@@ -25,3 +25,5 @@ class SchedulerConfig(Section):
     """phi: how many steps the dispatch may run ahead of training; 0 is on-policy within a burst."""
     cell_capacity: int = Field(16, ge=1)
     """C_e: executions a cell serves at once."""
+    async_training_cells: int = Field(1, ge=1)
+    """Cells that train under the policy async; the others serve."""

@@ -21,6 +21,7 @@ import numpy as np
 from gyre_megatron.config.rollout import RouterConfig
 from gyre_megatron.engines.client import EngineClient
 from gyre_megatron.engines.generate import EngineRefused, GenerateRequest, TokenChunk
+from gyre_megatron.engines.load_profile import LoadProfile
 from gyre_megatron.errors import EngineError
 
 CountName = Literal["rerouted_calls", "lost_calls"]
@@ -80,6 +81,8 @@ class Router:
         on_count: Callable[[CountName], None] = lambda name: None,
     ) -> None:
         self._on_count = on_count
+        self.on_leg_ended: Callable[[float], None] = lambda seconds: None
+        self.load_profile = LoadProfile()
         self._config = config or RouterConfig()
         self._engines: dict[int, Engine] = {}
         self._order: list[int] = []
@@ -173,7 +176,7 @@ class Router:
         moved = False
         while True:
             engine = await self._acquire(request.affinity, moved)
-            with self._stay(engine) as leg:
+            with self._stay(engine, produced) as leg:
                 try:
                     async for chunk in self._leg_chunks(engine, leg, _rest(request, produced)):
                         produced += chunk.token_ids
@@ -204,14 +207,21 @@ class Router:
                 await asyncio.sleep(min(self._config.backoff_s * failures, _MAX_BACKOFF_S))
 
     @contextlib.contextmanager
-    def _stay(self, engine: Engine) -> Iterator[_Leg]:
-        """A leg on an engine for as long as the block runs, however it ends."""
+    def _stay(self, engine: Engine, produced: list[int]) -> Iterator[_Leg]:
+        """A leg on an engine for as long as the block runs, however it ends; its time and the
+        tokens that it adds to `produced` are measured."""
+        load = engine.load
+        before = len(produced)
+        began = asyncio.get_running_loop().time()
         leg = _Leg(f"gyre-{secrets.token_hex(8)}")
         engine.legs.add(leg)
         try:
             yield leg
         finally:
             engine.legs.discard(leg)
+            seconds = asyncio.get_running_loop().time() - began
+            self.load_profile.add(load, seconds, len(produced) - before)
+            self.on_leg_ended(seconds)
             leg.gone.set()
             self._notify()
 

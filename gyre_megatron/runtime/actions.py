@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from gyre_megatron.harness.tasks import TaskSet
 from gyre_megatron.observe.journal import Journal
 from gyre_megatron.runtime.batch import BatchBuilder
 from gyre_megatron.runtime.cell_board import CellBoard
+from gyre_megatron.runtime.measurements import Measurements
 from gyre_megatron.runtime.protocol import INSTALL_SECONDS, LOGPROB_GAP, TRANSFER_SECONDS, Report
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.runtime.run_state import RunState
@@ -51,6 +53,7 @@ class RunParts:
         cells: orders and reports.
         batch: the step in progress.
         journal: what a person sees.
+        measurements: what the scheduler's policy weighs moves by.
     """
 
     config: GyreConfig
@@ -62,6 +65,7 @@ class RunParts:
     cells: CellBoard
     batch: BatchBuilder
     journal: Journal
+    measurements: Measurements
 
 
 class Actions:
@@ -82,10 +86,12 @@ class Actions:
         match order:
             case Leave():
                 # Before anything else runs: a cell on its way out has no room for executions.
-                self._set_role(order.cell, CellRole.LEAVING)
+                for cell in order.cells:
+                    self._set_role(cell, CellRole.LEAVING)
                 return self._leave(order)
             case Return():
-                self._set_role(order.cell, CellRole.RETURNING)
+                for cell in order.cells:
+                    self._set_role(cell, CellRole.RETURNING)
                 return self._return(order)
             case Sync():
                 return self._sync(order)
@@ -114,26 +120,35 @@ class Actions:
         packed."""
         parts = self._parts
         for _ in range(order.num_groups):
-            await parts.batch.admit_next(parts.run.trained_steps)
+            num_micro_steps = await parts.batch.admit_next(parts.run.trained_steps)
+            parts.measurements.group_admitted(num_micro_steps)
             parts.cells.wake()
 
     # roles ------------------------------
 
     async def _leave(self, order: Leave) -> None:
         parts = self._parts
-        # Calls first: the engine must be idle before its memory is released.
-        parts.router.set_serving(order.cell, False)
-        await parts.router.drain(order.cell)
-        await parts.cells.order([order.cell], order)
-        self._set_role(order.cell, CellRole.TRAIN)
+        started = time.monotonic()
+        # Calls first: an engine must be idle before its memory is released. No cell of the order
+        # takes a call of another one.
+        for cell in order.cells:
+            parts.router.set_serving(cell, False)
+        await asyncio.gather(*(parts.router.drain(cell) for cell in order.cells))
+        await parts.cells.order(order.cells, order)
+        parts.measurements.order_done(order, time.monotonic() - started)
+        for cell in order.cells:
+            self._set_role(cell, CellRole.TRAIN)
 
     async def _return(self, order: Return) -> None:
         parts = self._parts
-        reports = await parts.cells.order([order.cell], order)
+        started = time.monotonic()
+        reports = await parts.cells.order(order.cells, order)
         self._installed(reports)
-        # Calls last: until here the engine held no weights, or weights nobody had checked.
-        parts.router.set_serving(order.cell, True)
-        self._set_role(order.cell, CellRole.ROLLOUT)
+        parts.measurements.order_done(order, time.monotonic() - started)
+        # Calls last: until here the engines held no weights, or weights nobody had checked.
+        for cell in order.cells:
+            parts.router.set_serving(cell, True)
+            self._set_role(cell, CellRole.ROLLOUT)
 
     def _set_role(self, cell: int, role: CellRole) -> None:
         parts = self._parts

@@ -58,8 +58,8 @@ class BatchBuilder:
         """Finished groups that no step has trained or admitted."""
         return self._store.num_finished_groups - self.num_admitted
 
-    async def admit_next(self, weight_version: int) -> None:
-        """Process, pack and queue the ready group that finished first.
+    async def admit_next(self, weight_version: int) -> int:
+        """Process, pack and queue the ready group that finished first; returns its micro-steps.
 
         Args:
             weight_version: version that is being trained, for the staleness of the group.
@@ -73,7 +73,9 @@ class BatchBuilder:
         self._account(group_id, processed, weight_version)
         self.record.num_bins += len(bins)
         size = self._bins_per_micro_step
-        self._micro_steps.put([bins[i : i + size] for i in range(0, len(bins), size)])
+        micro_steps = [bins[i : i + size] for i in range(0, len(bins), size)]
+        self._micro_steps.put(micro_steps)
+        return len(micro_steps)
 
     def _account(self, group_id: str, processed: ProcessedGroup, weight_version: int) -> None:
         record = self.record

@@ -27,7 +27,7 @@ class CellBoard:
         run: roles and versions, which say who may claim micro-steps.
         micro_steps: the queue that cells in training claim from.
         config: how long a request for an order is held, and how long an order may take.
-        on_micro_step: called with cell and metrics of each micro-step that was trained.
+        on_micro_step: called with cell and report of each micro-step that was trained.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class CellBoard:
         run: RunState,
         micro_steps: MicroStepQueue,
         config: ClusterConfig,
-        on_micro_step: Callable[[int, dict[str, float]], None],
+        on_micro_step: Callable[[int, Report], None],
     ) -> None:
         self.registrations: dict[int, Register] = {}
         self.all_registered = asyncio.Event()
@@ -139,7 +139,7 @@ class CellBoard:
             self.fail(f"cell {cell}: {report.error}")
         elif report.order_id in self._claims:
             self._micro_steps.done(self._claims.pop(report.order_id), cell)
-            self._on_micro_step(cell, report.metrics)
+            self._on_micro_step(cell, report)
         elif report.order_id in self._awaited:
             awaited = self._awaited.pop(report.order_id)
             if not awaited.done():  # cancelled where the order was given up

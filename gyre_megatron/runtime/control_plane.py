@@ -101,6 +101,7 @@ class ControlPlane:
             checkpoint_interval=parts.config.run.checkpoint_interval,
             admitting=self._admission is not None,
             busy=self._serial is not None,
+            outlook=parts.measurements.outlook(parts.router.load_profile.slowdown),
         )
 
     def _begin(self, order: Order) -> None:

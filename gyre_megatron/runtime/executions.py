@@ -14,6 +14,7 @@ from functools import partial
 from gyre_megatron.errors import StoreError
 from gyre_megatron.harness.runner import HarnessContext, run_execution
 from gyre_megatron.observe.timeline import TotalName
+from gyre_megatron.runtime.measurements import Measurements
 from gyre_megatron.trajectory.records import Outcome
 
 
@@ -24,6 +25,7 @@ class ExecutionPool:
         context: store, tasks and configuration that executions share.
         count: called with "harness_errors" for each harness that failed by itself.
         on_change: called after each end.
+        measurements: told of starts and ends.
     """
 
     def __init__(
@@ -31,7 +33,9 @@ class ExecutionPool:
         context: HarnessContext,
         count: Callable[[TotalName], None],
         on_change: Callable[[], None],
+        measurements: Measurements,
     ) -> None:
+        self._measurements = measurements
         self._context = context
         self._count = count
         self._on_change = on_change
@@ -59,6 +63,7 @@ class ExecutionPool:
         for execution_id in waiting[:num_executions]:
             task = asyncio.create_task(run_execution(self._context, execution_id))
             self._running[execution_id] = task
+            self._measurements.execution_started(execution_id)
             task.add_done_callback(partial(self._ended, execution_id))
 
     def raise_failures(self) -> None:
@@ -76,6 +81,7 @@ class ExecutionPool:
 
     def _ended(self, execution_id: str, task: asyncio.Task[Outcome]) -> None:
         del self._running[execution_id]
+        self._measurements.execution_ended(execution_id)
         if task.cancelled():
             return
         if (failure := task.exception()) is not None:

@@ -37,7 +37,9 @@ from gyre_megatron.runtime.cell_routes import add_cell_routes
 from gyre_megatron.runtime.checks import check_inputs, limits_of
 from gyre_megatron.runtime.control_plane import ControlPlane
 from gyre_megatron.runtime.executions import ExecutionPool
+from gyre_megatron.runtime.measurements import Measurements
 from gyre_megatron.runtime.micro_steps import MicroStepQueue
+from gyre_megatron.runtime.protocol import Report
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.runtime.run_state import RunState
 from gyre_megatron.text.renderer import Renderer
@@ -136,16 +138,21 @@ def _compose(
     run = RunState.at_start(config.cluster.num_cells, trained_steps)
     micro_steps = MicroStepQueue()
     replicas = spec.ranks_per_cell // config.training.min_ranks
+    measurements = Measurements()
     batch = BatchBuilder(store, config, micro_steps, replicas, linear_cost(architecture))
 
-    def micro_step_trained(cell: int, metrics: dict[str, float]) -> None:
-        batch.micro_step_trained(cell, metrics)
+    def micro_step_trained(cell: int, report: Report) -> None:
+        batch.micro_step_trained(cell, report.metrics)
+        measurements.micro_step(report.seconds)
         changed.set()
 
     cells = CellBoard(run, micro_steps, config.cluster, micro_step_trained)
     context = HarnessContext(store, tasks, config.rollout, url)
-    executions = ExecutionPool(context, journal.timeline.count, on_change=changed.set)
-    parts = RunParts(config, run, directory, store, tasks, router, cells, batch, journal)
+    executions = ExecutionPool(context, journal.timeline.count, changed.set, measurements)
+    router.on_call_ended = measurements.call_ended
+    parts = RunParts(
+        config, run, directory, store, tasks, router, cells, batch, journal, measurements
+    )
     control = ControlPlane(parts, executions, micro_steps, changed)
     return control, create_proxy_app(store, router, renderer, config.rollout)
 

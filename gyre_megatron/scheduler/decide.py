@@ -35,6 +35,7 @@ from gyre_megatron.scheduler.orders import (
 )
 from gyre_megatron.scheduler.policies import POLICIES, Policy
 from gyre_megatron.scheduler.state import CellRole, SchedulerState
+from gyre_megatron.scheduler.wanted import Wanted
 
 
 def decide(state: SchedulerState, config: SchedulerConfig) -> tuple[Order, ...]:
@@ -91,10 +92,8 @@ def _checkpoint_due(state: SchedulerState) -> bool:
 
 
 def _wind_down(state: SchedulerState) -> tuple[Order, ...]:
-    """After the last publication: everybody returns, last joined first, then the run is over."""
-    if not state.training_cells:
-        return (Finish(),)
-    return (Return(state.training_cells[-1], state.published_steps),)
+    """After the last publication nobody serves any more, so no weights are installed again."""
+    return (Finish(),)
 
 
 def _finish_step(state: SchedulerState) -> FinishStep:
@@ -116,37 +115,59 @@ def _change_roles(state: SchedulerState, config: SchedulerConfig) -> tuple[Order
     about what is about to be dispatched first, and then about what has been.
     """
     num_training = len(state.training_cells)
-    wanted = _wanted_prefix(state, config)
+    wanted, max_waterlevel = _wanted(state, config)
     if wanted < num_training and _may_return(state):
-        return (Return(state.training_cells[-1], state.published_steps),)
-    if (num_groups := state.groups_to_dispatch(config)) > 0:
+        return (Return(state.training_cells[wanted:], state.published_steps),)
+    if (num_groups := _groups_to_dispatch(state, config, max_waterlevel)) > 0:
         return (Dispatch(num_groups),)
     if wanted > num_training and state.has_training_work(config):
-        return (_leave(state, config),)
+        return _leave(state, config, wanted)
     return ()
 
 
 def _may_return(state: SchedulerState) -> bool:
     """A cell that returned in the middle of a batch would lose its gradients, and in the middle of
     a burst it would serve weights that were never published."""
-    return not state.batch_in_progress and state.trained_steps == state.published_steps
+    return state.at_boundary
 
 
-def _leave(state: SchedulerState, config: SchedulerConfig) -> Leave:
-    if len(state.serving_cells) == 1 and state.waterlevel > 0:
-        raise PolicyError(
-            f"scheduler.policy {config.policy!r} wants every cell to train while "
-            f"{state.waterlevel} executions are unfinished; no cell would serve them"
-        )
-    return Leave(len(state.training_cells))
+def _leave(state: SchedulerState, config: SchedulerConfig, wanted: int) -> tuple[Order, ...]:
+    """Cells leave together where the policy wants several at once.
+
+    With nobody left to serve, executions that are unfinished wait; that is allowed only if the step
+    in progress does not need them, or nothing would ever happen again.
+    """
+    if wanted == len(state.roles) and state.waterlevel > 0 and not state.standalone_capacity:
+        missing = state.groups_to_train(config)
+        if state.ready_groups < missing:
+            raise PolicyError(
+                f"scheduler.policy {config.policy!r} wants every cell to train while "
+                f"{state.waterlevel} executions are unfinished and the burst in progress needs "
+                f"{missing - state.ready_groups} more groups; no cell would serve them"
+            )
+    return (Leave(tuple(range(len(state.training_cells), wanted))),)
 
 
-def _wanted_prefix(state: SchedulerState, config: SchedulerConfig) -> int:
-    wanted = _policy(config.policy)(state, config)
+def _groups_to_dispatch(
+    state: SchedulerState, config: SchedulerConfig, max_waterlevel: int | None
+) -> int:
+    """To the dispatch depth, as far as the policy wants; at least what the next burst needs."""
+    if state.trained_steps > state.published_steps:
+        return 0
+    num_groups = state.groups_to_dispatch(config)
+    if max_waterlevel is None:
+        return num_groups
+    room = max(max_waterlevel - state.waterlevel, 0) // config.executions_per_group
+    return min(num_groups, max(room, state.groups_burst_lacks(config)))
+
+
+def _wanted(state: SchedulerState, config: SchedulerConfig) -> Wanted:
+    answer = _policy(config.policy)(state, config)
+    wanted = answer if isinstance(answer, Wanted) else Wanted(answer)
     num_cells = len(state.roles)
-    if type(wanted) is not int or not 0 <= wanted <= num_cells:
+    if type(wanted.prefix) is not int or not 0 <= wanted.prefix <= num_cells:
         raise PolicyError(
-            f"scheduler.policy {config.policy!r} returned {wanted!r}; expected the number of cells "
+            f"scheduler.policy {config.policy!r} returned {answer!r}; expected the number of cells "
             f"that should train, an int between 0 and {num_cells}"
         )
     return wanted
@@ -167,7 +188,9 @@ def _admit(state: SchedulerState, config: SchedulerConfig) -> tuple[Order, ...]:
     whether the core stays, and a core that left would take the gradients of the new batch along.
     """
     settled = (
-        state.trained_steps < state.burst_end(config) and state.groups_to_dispatch(config) == 0
+        state.trained_steps < state.burst_end(config)
+        and state.groups_burst_lacks(config) == 0
+        and not (state.at_boundary and state.in_transition)
     )
     if state.roles[0] is not CellRole.TRAIN or state.admitting or not settled:
         return ()
@@ -178,7 +201,7 @@ def _admit(state: SchedulerState, config: SchedulerConfig) -> tuple[Order, ...]:
 
 def _start(state: SchedulerState, config: SchedulerConfig) -> tuple[Order, ...]:
     """Keep as many executions running as the cells that serve have room for."""
-    limit = len(state.serving_cells) * config.cell_capacity
+    limit = state.serving_capacity(config)
     if state.max_running is not None:
         limit = min(limit, state.max_running)
     num_executions = min(limit - state.num_running, state.num_waiting)

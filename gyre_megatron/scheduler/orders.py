@@ -39,17 +39,17 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """`cell` moves from rollout to training: its calls go elsewhere, its engine's memory goes to
-    the trainer, its gradients are zeroed."""
+    """`cells` move from rollout to training together: their calls go elsewhere, the memory of their
+    engines goes to the trainers, their gradients are zeroed."""
 
-    cell: int
+    cells: tuple[int, ...]
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):
-    """`cell` moves from training to rollout: its engine takes its memory back and the weights of
-    `version`, which the trainer holds."""
+    """`cells` move from training to rollout together: their engines take their memory back and the
+    weights of `version`, which the trainers hold."""
 
-    cell: int
+    cells: tuple[int, ...]
     version: int
 
 

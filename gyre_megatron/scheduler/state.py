@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from gyre_megatron.config.scheduler import SchedulerConfig
 from gyre_megatron.errors import PolicyError
+from gyre_megatron.scheduler.outlook import Outlook
 
 
 class CellRole(StrEnum):
@@ -50,6 +51,11 @@ class SchedulerState:
         admitting: whether groups are being admitted at this moment.
         busy: whether a serial order (role change, sync, step, publication, checkpoint) is being
             carried out at this moment.
+        capacities: executions that each cell can serve, as measured; None takes
+            `scheduler.cell_capacity` for all.
+        standalone_capacity: executions that cells outside the prefix order, which never train,
+            can serve.
+        outlook: what has been measured so far; None before anything has.
     """
 
     roles: tuple[CellRole, ...]
@@ -70,6 +76,9 @@ class SchedulerState:
     checkpoint_interval: int = 0
     admitting: bool = False
     busy: bool = False
+    capacities: tuple[int, ...] | None = None
+    standalone_capacity: int = 0
+    outlook: Outlook | None = None
 
     def __post_init__(self) -> None:
         if not self.dispatched >= self.started >= self.finished >= 0:
@@ -129,6 +138,23 @@ class SchedulerState:
     def serving_cells(self) -> tuple[int, ...]:
         return tuple(cell for cell, role in enumerate(self.roles) if role is CellRole.ROLLOUT)
 
+    def capacity_of(self, cell: int, config: SchedulerConfig) -> int:
+        """C_e: executions that `cell` can serve at once."""
+        return config.cell_capacity if self.capacities is None else self.capacities[cell]
+
+    def capacity_beyond(self, prefix: int, config: SchedulerConfig) -> int:
+        """C_R with cells 0..prefix-1 in training."""
+        num_serving = len(self.roles) - prefix
+        if self.capacities is None:
+            return self.standalone_capacity + num_serving * config.cell_capacity
+        return self.standalone_capacity + sum(self.capacities[prefix:])
+
+    def serving_capacity(self, config: SchedulerConfig) -> int:
+        """C_R of this moment: cells between roles do not count."""
+        return self.standalone_capacity + sum(
+            self.capacity_of(cell, config) for cell in self.serving_cells
+        )
+
     @property
     def stale_cells(self) -> tuple[int, ...]:
         """Training cells whose weights are not those of the step in progress."""
@@ -153,9 +179,29 @@ class SchedulerState:
         """Whether gradients exist, or are about to, that a role change would lose."""
         return self.admitting or self.admitted_groups > 0 or self.open_micro_steps > 0
 
+    @property
+    def at_boundary(self) -> bool:
+        """Whether cells may return: what was trained is published, and no batch has begun."""
+        return not self.batch_in_progress and self.trained_steps == self.published_steps
+
     def burst_end(self, config: SchedulerConfig) -> int:
         """The trained step at which the current burst is published."""
         return min(self.published_steps + config.steps_per_burst, self.total_steps)
+
+    def groups_to_train(self, config: SchedulerConfig) -> int:
+        """Groups that the burst still needs beyond those admitted."""
+        steps = self.burst_end(config) - self.trained_steps
+        return steps * config.groups_per_step - self.admitted_groups
+
+    def groups_burst_lacks(self, config: SchedulerConfig) -> int:
+        """Groups that must still be dispatched for the burst in progress to end."""
+        target = self.burst_end(config) * config.groups_per_step
+        return max(target - self.dispatched // config.executions_per_group, 0)
+
+    def dispatch_is_over(self, config: SchedulerConfig) -> bool:
+        """Whether every group of the run has been dispatched."""
+        total = self.total_steps * config.groups_per_step
+        return self.dispatched // config.executions_per_group >= total
 
     def groups_to_dispatch(self, config: SchedulerConfig) -> int:
         """Groups that are missing from the dispatch depth; positive only at a burst boundary.

@@ -29,6 +29,7 @@ from gyre_megatron.scheduler.orders import (
     Start,
     Sync,
 )
+from gyre_megatron.scheduler.outlook import Outlook
 
 R, T, L, B = CellRole.ROLLOUT, CellRole.TRAIN, CellRole.LEAVING, CellRole.RETURNING
 
@@ -38,6 +39,8 @@ class System:
     """What does not change during a run.
 
     Attributes:
+        outlook: what is claimed to have been measured, whenever an execution has finished; right or
+            wrong, it must not break anything.
         crashes: how often the control plane may be killed and resume from its checkpoint.
     """
 
@@ -47,6 +50,7 @@ class System:
     max_running: int | None = None
     checkpoint_interval: int = 0
     crashes: int = 0
+    outlook: Outlook | None = None
 
 
 class World(NamedTuple):
@@ -113,6 +117,7 @@ def state_of(world: World, system: System) -> SchedulerState:
         checkpoint_interval=system.checkpoint_interval,
         admitting=world.admitting > 0,
         busy=world.serial is not None,
+        outlook=system.outlook if dispatched > num_unfinished else None,
     )
 
 
@@ -144,23 +149,25 @@ def begin(world: World, order: Order, system: System) -> World:
             assert world.roles[0] is T
             return world._replace(admitting=num_groups)
         case Finish():
-            assert all(role is R for role in world.roles) and world.serial is None
+            assert world.serial is None and not world.unfinished
             assert world.published == system.total_steps == world.checkpointed
             return world._replace(over=True)
     assert world.serial is None, "one serial order at a time"
     roles = list(world.roles)
     match order:
-        case Leave(cell):
-            assert cell == num_training < len(roles), "cells join in order"
+        case Leave(cells):
+            assert cells == tuple(range(num_training, num_training + len(cells))), "in order"
             if config.policy == "gyre":
-                remaining = (sum(role is R for role in roles) - 1) * config.cell_capacity
+                remaining = (sum(role is R for role in roles) - len(cells)) * config.cell_capacity
                 assert sum(world.unfinished) <= remaining, "what remains covers the waterlevel"
-            roles[cell] = L
-        case Return(cell, version):
-            assert cell == num_training - 1, "cells return in reverse order"
-            assert version == world.published == world.versions[cell], "serve what was published"
+            for cell in cells:
+                roles[cell] = L
+        case Return(cells, version):
+            assert cells == tuple(range(num_training - len(cells), num_training)), "in order"
             assert not world.admitted and not world.admitting and not world.open_micro_steps
-            roles[cell] = B
+            for cell in cells:
+                assert version == world.published == world.versions[cell], "what was published"
+                roles[cell] = B
         case Sync(cells, version):
             assert version == world.trained and cells
             assert all(roles[c] is T and world.versions[c] != version for c in cells)
@@ -233,12 +240,12 @@ def _ended(world: World) -> World:
     order = world.serial
     world = world._replace(serial=None)
     match order:
-        case Leave(cell):
-            assert not world.gradients[cell]
-            return world._replace(roles=_with(world.roles, cell, T))
-        case Return(cell, _):
-            assert not world.gradients[cell], "a cell took gradients out of the step"
-            return world._replace(roles=_with(world.roles, cell, R))
+        case Leave(cells):
+            assert not any(world.gradients[cell] for cell in cells)
+            return world._replace(roles=_with_all(world.roles, cells, T))
+        case Return(cells, _):
+            assert not any(world.gradients[cell] for cell in cells), "gradients left the step"
+            return world._replace(roles=_with_all(world.roles, cells, R))
         case Sync(cells, version):
             assert not any(world.gradients[c] for c in cells), "a sync zeroed gradients in use"
             versions = world.versions
@@ -280,6 +287,10 @@ def _resumed(world: World) -> World:
 
 def _with(values: tuple, place: int, value) -> tuple:
     return (*values[:place], value, *values[place + 1 :])
+
+
+def _with_all(values: tuple, places: tuple[int, ...], value) -> tuple:
+    return tuple(value if place in places else old for place, old in enumerate(values))
 
 
 # Exploration ------------------------------

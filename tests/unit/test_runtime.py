@@ -99,7 +99,7 @@ def test_a_report_that_comes_twice_counts_once():
     async def scenario():
         queue, seen = MicroStepQueue(), []
         board, run = board_of(1, queue, seen=seen)
-        ordering = asyncio.create_task(board.order([0], Return(0, version=0)))
+        ordering = asyncio.create_task(board.order([0], Return((0,), version=0)))
         envelope = await fetch(board, 0)
         for seconds in (1.0, 2.0):
             board.report(0, Report(envelope.order_id, {}, seconds))
@@ -109,7 +109,7 @@ def test_a_report_that_comes_twice_counts_once():
         claimed = await fetch(board, 0)
         for _ in range(2):
             board.report(0, Report(claimed.order_id, {"loss": 2.0}, 0.1))
-        assert seen == [(0, {"loss": 2.0})]
+        assert [(cell, report.metrics) for cell, report in seen] == [(0, {"loss": 2.0})]
 
     asyncio.run(scenario())
 
@@ -127,7 +127,8 @@ def test_only_cells_in_training_with_the_steps_weights_claim_micro_steps():
         envelope = await fetch(board, 1)
         assert envelope.order == MicroStep((b"bin",))
         board.report(1, Report(envelope.order_id, {"loss": 2.0}, 0.1))
-        assert seen == [(1, {"loss": 2.0})] and queue.num_open == 0
+        assert [(cell, report.metrics) for cell, report in seen] == [(1, {"loss": 2.0})]
+        assert queue.num_open == 0
 
     asyncio.run(scenario())
 
@@ -137,7 +138,7 @@ def test_a_waiting_cell_is_woken_by_new_work():
         board, _ = board_of(1, poll_s=30.0)
         waiting = asyncio.create_task(fetch(board, 0))
         await asyncio.sleep(0.01)
-        ordering = asyncio.create_task(board.order([0], Return(0, version=1)))
+        ordering = asyncio.create_task(board.order([0], Return((0,), version=1)))
         envelope = await asyncio.wait_for(waiting, 1)
         assert isinstance(envelope.order, Return)
         board.report(0, Report(envelope.order_id, {}, 0.0))
@@ -176,8 +177,8 @@ def test_reports_and_cells_that_do_not_exist_are_refused():
 
 
 ORDERS = [
-    Leave(1),
-    Return(1, 2),
+    Leave((1,)),
+    Return((1,), 2),
     Sync((1, 2), 3),
     MicroStep((b"x", b"")),
     FinishStep(2, 1, True),

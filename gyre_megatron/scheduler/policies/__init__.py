@@ -12,16 +12,17 @@ from collections.abc import Callable
 
 from gyre_megatron.config.scheduler import SchedulerConfig
 from gyre_megatron.extensions import ExtensionPoint
-from gyre_megatron.scheduler.policies.asynchronous import core_always_trains
+from gyre_megatron.scheduler.policies.asynchronous import fixed_split
 from gyre_megatron.scheduler.policies.colocate import all_cells_together
 from gyre_megatron.scheduler.policies.gyre import waterlevel
 from gyre_megatron.scheduler.state import SchedulerState
+from gyre_megatron.scheduler.wanted import Wanted
 
-Policy = Callable[[SchedulerState, SchedulerConfig], int]
+Policy = Callable[[SchedulerState, SchedulerConfig], int | Wanted]
 
 POLICIES: ExtensionPoint[Policy] = ExtensionPoint(
     key="scheduler.policy",
     parameters=("state", "config"),
-    builtin={"gyre": waterlevel, "colocate": all_cells_together, "async": core_always_trains},
+    builtin={"gyre": waterlevel, "colocate": all_cells_together, "async": fixed_split},
     returns="int, the number of cells that should train now",
 )

@@ -1,4 +1,4 @@
-"""A fixed split: the core always trains, every other cell always serves."""
+"""A fixed split: the first cells always train, the others always serve."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from gyre_megatron.config.scheduler import SchedulerConfig
 from gyre_megatron.scheduler.state import SchedulerState
 
 
-def core_always_trains(state: SchedulerState, config: SchedulerConfig) -> int:
-    """One cell, the core."""
-    return 1
+def fixed_split(state: SchedulerState, config: SchedulerConfig) -> int:
+    """`scheduler.async_training_cells` cells."""
+    return config.async_training_cells

@@ -1,4 +1,4 @@
-"""All cells train or all serve: rollout ends before training begins."""
+"""All cells train or all serve. Executions that are unfinished then wait for the engines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from gyre_megatron.scheduler.state import SchedulerState
 
 
 def all_cells_together(state: SchedulerState, config: SchedulerConfig) -> int:
-    """Every cell once a whole batch is ready and nothing runs any more; none before a dispatch."""
-    if state.groups_to_dispatch(config) > 0:
-        return 0
-    batch_ready = state.admitted_groups + state.ready_groups >= config.groups_per_step
-    if batch_ready and state.waterlevel == 0:
-        return len(state.roles)
-    return len(state.training_cells)
+    """Every cell once the groups of the whole burst are there; none before they are.
+
+    Cells return at the end of a burst only, so a batch that is complete is not enough.
+    """
+    if not state.at_boundary:
+        return len(state.training_cells)
+    return len(state.roles) if state.ready_groups >= state.groups_to_train(config) else 0
