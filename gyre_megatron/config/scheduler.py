@@ -11,10 +11,10 @@ class SchedulerConfig(Section):
     """When executions are dispatched and when cells change roles."""
 
     policy: str = "gyre"
-    """gyre moves cells one by one as rollout work runs out; colocate moves all at once when a batch
-    is done; async keeps the core training and every other cell serving. Your own is written
-    package.module:function or path/to/file.py:function: (state, config) -> cells that should
-    train."""
+    """gyre moves cells as rollout work runs out, when the move pays; colocate moves all at once when
+    a burst's groups are there; async keeps the first cells training and the others serving. Your
+    own is written package.module:function or path/to/file.py:function: (state, config) -> cells
+    that should train."""
     groups_per_step: int = Field(8, ge=1)
     """B: groups consumed by one optimizer step."""
     executions_per_group: int = Field(16, ge=1)

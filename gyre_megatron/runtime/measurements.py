@@ -63,7 +63,7 @@ class Measurements:
         self._execution_s += seconds
 
     def call_ended(self, seconds: float) -> None:
-        """An engine call has taken `seconds`, waiting for an engine included."""
+        """A call has spent `seconds` on an engine."""
         self._call_s += seconds
 
     def micro_step(self, seconds: float) -> None:

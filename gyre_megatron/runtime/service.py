@@ -149,7 +149,7 @@ def _compose(
     cells = CellBoard(run, micro_steps, config.cluster, micro_step_trained)
     context = HarnessContext(store, tasks, config.rollout, url)
     executions = ExecutionPool(context, journal.timeline.count, changed.set, measurements)
-    router.on_call_ended = measurements.call_ended
+    router.on_leg_ended = measurements.call_ended
     parts = RunParts(
         config, run, directory, store, tasks, router, cells, batch, journal, measurements
     )

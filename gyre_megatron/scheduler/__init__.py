@@ -6,7 +6,19 @@ the cells share; `policies` holds what can be exchanged.
 
 from gyre_megatron.scheduler.decide import decide
 from gyre_megatron.scheduler.orders import CellOrder, Order
+from gyre_megatron.scheduler.outlook import Outlook
 from gyre_megatron.scheduler.policies import POLICIES, Policy
 from gyre_megatron.scheduler.state import CellRole, SchedulerState
+from gyre_megatron.scheduler.wanted import Wanted
 
-__all__ = ["POLICIES", "CellOrder", "CellRole", "Order", "Policy", "SchedulerState", "decide"]
+__all__ = [
+    "POLICIES",
+    "CellOrder",
+    "CellRole",
+    "Order",
+    "Outlook",
+    "Policy",
+    "SchedulerState",
+    "Wanted",
+    "decide",
+]

@@ -19,7 +19,7 @@ from gyre_megatron.simulation.config import SimulationConfig
 from gyre_megatron.simulation.pictures import pareto_front
 from gyre_megatron.simulation.workload import WorkloadConfig, draw
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "simulation"
+CONFIGS = Path(__file__).parents[2] / "examples" / "simulation"
 
 
 def small(**changes) -> SimulationConfig:

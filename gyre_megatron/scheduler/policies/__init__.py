@@ -24,5 +24,5 @@ POLICIES: ExtensionPoint[Policy] = ExtensionPoint(
     key="scheduler.policy",
     parameters=("state", "config"),
     builtin={"gyre": waterlevel, "colocate": all_cells_together, "async": fixed_split},
-    returns="int, the number of cells that should train now",
+    returns="int, the number of cells that should train now, or Wanted",
 )
