@@ -81,7 +81,8 @@ def _exists(name: str) -> bool:
         if file.with_suffix(".py").is_file():
             return length == len(parts) or parts[length] in file.with_suffix(".py").read_text()
         if file.is_dir():
-            return length == len(parts)
+            face = (file / "__init__.py").read_text()
+            return length == len(parts) or (length + 1 == len(parts) and parts[-1] in face)
     return False
 
 
