@@ -30,7 +30,9 @@ SWEEPS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gyre simulate", description=__doc__)
-    parser.add_argument("file", help="simulation in YAML, for example examples/simulation/small.yaml")
+    parser.add_argument(
+        "file", help="simulation in YAML, for example examples/simulation/small.yaml"
+    )
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=c")
     parser.add_argument(
         "--sweep",
