@@ -203,7 +203,7 @@ def shared_memory() -> Finding:
     try:
         about = os.statvfs("/dev/shm")
     except OSError as error:
-        return Finding("/dev/shm", "fail", error.strerror, "mount -t tmpfs tmpfs /dev/shm")
+        return Finding("/dev/shm", "fail", str(error), "mount -t tmpfs tmpfs /dev/shm")
     size, free = (count * about.f_frsize / 2**30 for count in (about.f_blocks, about.f_bavail))
     found = f"{size:.1f} GiB, {free:.1f} free"
     mend = "mount -o remount,size=64G /dev/shm   # docker run --shm-size=64g"
