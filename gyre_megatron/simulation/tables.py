@@ -91,8 +91,8 @@ def _compile(tables: TablesConfig) -> Any:
         engine = importlib.import_module("aiconfigurator_core.sdk.engine")
     except ImportError:
         raise VersionError(
-            "rates: tables needs the package aiconfigurator-core; pip install "
-            "gyre-megatron[tables], or take rates: roofline"
+            "rates: tables needs the package; pip install aiconfigurator-core, "
+            "or take rates: roofline"
         ) from None
     try:
         return engine.EngineHandle.compile(
