@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.training_runs import ROOT, training_run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,7 +83,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     with training_run(
         tmp_path, *[w for word in words.split() for w in ("--set", word)], ranks=ranks
     ) as run:
-        assert run.wait(90) != 0
+        assert run.wait(180) != 0
         assert message in run.output
         assert run.survivors() == []
     assert not run.directory.exists()
@@ -127,18 +127,18 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path):
     with training_run(tmp_path, "--set", "run.num_steps=50") as first:
         first.wait_for_steps(1, 120)
         with training_run(tmp_path, "--resume") as second:
-            assert second.wait(90) != 0
+            assert second.wait(180) != 0
             assert "is in use by another run" in second.output
         assert first.process.poll() is None, "the first run must go on"
         first.kill_everything()
     with training_run(tmp_path) as third:
-        assert third.wait(90) != 0
+        assert third.wait(180) != 0
         assert "holds a run already; continue it with --resume" in third.output
 
 
 def test_resuming_nothing_is_refused(tmp_path: Path):
     with training_run(tmp_path, "--resume") as run:
-        assert run.wait(90) != 0
+        assert run.wait(180) != 0
         assert "nothing to resume" in run.output
     assert not run.directory.exists()
 
@@ -164,7 +164,7 @@ def test_a_full_disk_stops_the_run_with_a_clear_error_and_loses_nothing(tmp_path
                 while True:
                     file.write(b"\0" * 4096)
                     file.flush()
-            assert run.wait(90) != 0
+            assert run.wait(180) != 0
             assert "full" in run.output or "No space left" in run.output
             assert run.survivors() == []
         ballast.unlink()
