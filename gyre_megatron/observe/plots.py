@@ -26,7 +26,7 @@ def draw(files: RunFiles) -> list[Path]:
 
 def draw_reward(records: list[dict[str, Any]], file: Path) -> None:
     """Mean reward of the executions of each step."""
-    pyplot = _pyplot()
+    pyplot = headless_pyplot()
     scored = [r for r in records if r.get("reward") is not None and "step" in r]
     figure, axes = pyplot.subplots(figsize=(8, 4))
     steps = [record["step"] for record in scored]
@@ -46,7 +46,7 @@ def draw_reward(records: list[dict[str, Any]], file: Path) -> None:
 def draw_timeline(events: list[dict[str, Any]], file: Path, window_s: float = 90.0) -> None:
     """Gantt of the cells' roles with the waterlevel under it, for the last `window_s` seconds of
     the run."""
-    pyplot = _pyplot()
+    pyplot = headless_pyplot()
     events = [event for event in events if "time" in event]
     end = events[-1]["time"] if events else 0.0
     start = max(events[0]["time"] if events else 0.0, end - window_s)
@@ -93,7 +93,7 @@ def _draw_roles(axes: Any, events: list[dict[str, Any]], start: float, end: floa
     )
 
 
-def _pyplot() -> Any:
+def headless_pyplot() -> Any:
     """pyplot without a display; imported late, because the control plane needs it only at its
     end."""
     import matplotlib

@@ -101,7 +101,10 @@ class ControlPlane:
             checkpoint_interval=parts.config.run.checkpoint_interval,
             admitting=self._admission is not None,
             busy=self._serial is not None,
-            outlook=parts.measurements.outlook(parts.router.load_profile.slowdown),
+            # No policy is asked while a serial order is carried out.
+            outlook=None
+            if self._serial is not None
+            else parts.measurements.outlook(parts.router.load_profile.slowdown),
         )
 
     def _begin(self, order: Order) -> None:

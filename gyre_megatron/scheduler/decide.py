@@ -69,7 +69,7 @@ def _serial(state: SchedulerState, config: SchedulerConfig) -> tuple[Order, ...]
     if _checkpoint_due(state):
         return (Checkpoint(state.trained_steps),)
     if state.published_steps == state.total_steps:
-        return _wind_down(state)
+        return (Finish(),)  # nobody serves any more, so no weights are installed again
     if state.trained_steps == state.burst_end(config):
         return (Publish(state.trained_steps, install_in=state.serving_cells),)
     # A step that is complete is finished even while a cell that has just joined holds old weights:
@@ -89,11 +89,6 @@ def _checkpoint_due(state: SchedulerState) -> bool:
     since = state.trained_steps - state.checkpointed_steps
     at_end = state.trained_steps == state.total_steps and since > 0
     return at_end or 0 < state.checkpoint_interval <= since
-
-
-def _wind_down(state: SchedulerState) -> tuple[Order, ...]:
-    """After the last publication nobody serves any more, so no weights are installed again."""
-    return (Finish(),)
 
 
 def _finish_step(state: SchedulerState) -> FinishStep:
@@ -116,19 +111,15 @@ def _change_roles(state: SchedulerState, config: SchedulerConfig) -> tuple[Order
     """
     num_training = len(state.training_cells)
     wanted, max_waterlevel = _wanted(state, config)
-    if wanted < num_training and _may_return(state):
+    # A cell that returned in the middle of a batch would lose its gradients, and in the middle of a
+    # burst it would serve weights that were never published.
+    if wanted < num_training and state.at_boundary:
         return (Return(state.training_cells[wanted:], state.published_steps),)
     if (num_groups := _groups_to_dispatch(state, config, max_waterlevel)) > 0:
         return (Dispatch(num_groups),)
     if wanted > num_training and state.has_training_work(config):
         return _leave(state, config, wanted)
     return ()
-
-
-def _may_return(state: SchedulerState) -> bool:
-    """A cell that returned in the middle of a batch would lose its gradients, and in the middle of
-    a burst it would serve weights that were never published."""
-    return state.at_boundary
 
 
 def _leave(state: SchedulerState, config: SchedulerConfig, wanted: int) -> tuple[Order, ...]:

@@ -51,8 +51,6 @@ class SchedulerState:
         admitting: whether groups are being admitted at this moment.
         busy: whether a serial order (role change, sync, step, publication, checkpoint) is being
             carried out at this moment.
-        capacities: executions that each cell can serve, as measured; None takes
-            `scheduler.cell_capacity` for all.
         standalone_capacity: executions that cells outside the prefix order, which never train,
             can serve.
         outlook: what has been measured so far; None before anything has.
@@ -76,7 +74,6 @@ class SchedulerState:
     checkpoint_interval: int = 0
     admitting: bool = False
     busy: bool = False
-    capacities: tuple[int, ...] | None = None
     standalone_capacity: int = 0
     outlook: Outlook | None = None
 
@@ -138,22 +135,14 @@ class SchedulerState:
     def serving_cells(self) -> tuple[int, ...]:
         return tuple(cell for cell, role in enumerate(self.roles) if role is CellRole.ROLLOUT)
 
-    def capacity_of(self, cell: int, config: SchedulerConfig) -> int:
-        """C_e: executions that `cell` can serve at once."""
-        return config.cell_capacity if self.capacities is None else self.capacities[cell]
-
     def capacity_beyond(self, prefix: int, config: SchedulerConfig) -> int:
         """C_R with cells 0..prefix-1 in training."""
         num_serving = len(self.roles) - prefix
-        if self.capacities is None:
-            return self.standalone_capacity + num_serving * config.cell_capacity
-        return self.standalone_capacity + sum(self.capacities[prefix:])
+        return self.standalone_capacity + num_serving * config.cell_capacity
 
     def serving_capacity(self, config: SchedulerConfig) -> int:
         """C_R of this moment: cells between roles do not count."""
-        return self.standalone_capacity + sum(
-            self.capacity_of(cell, config) for cell in self.serving_cells
-        )
+        return self.standalone_capacity + len(self.serving_cells) * config.cell_capacity
 
     @property
     def stale_cells(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gyre_megatron.observe.plots import headless_pyplot
 from gyre_megatron.simulation.accounts import Accounts
 
 COLOURS = {"serving": "#4c9ed9", "training": "#4caf6d", "transition": "#e8a33c", "idle": "#d9d9d9"}
@@ -13,7 +14,7 @@ COLOURS = {"serving": "#4c9ed9", "training": "#4caf6d", "transition": "#e8a33c",
 
 def draw_gantt(accounts: Accounts, title: str, file: Path) -> None:
     """Cells over time with the waterlevel under them."""
-    pyplot = _pyplot()
+    pyplot = headless_pyplot()
     from matplotlib.patches import Patch
 
     cells = sorted({span.cell for span in accounts.spans})
@@ -43,7 +44,7 @@ def draw_gantt(accounts: Accounts, title: str, file: Path) -> None:
 
 def draw_front(points: Sequence[dict[str, Any]], file: Path) -> None:
     """Every point of a sweep by time and staleness, the best ones joined."""
-    pyplot = _pyplot()
+    pyplot = headless_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for point in points:
         axes.scatter(point["hours"], point["staleness_mean"], color="#4c9ed9")
@@ -70,12 +71,3 @@ def pareto_front(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if not front or point["staleness_mean"] < front[-1]["staleness_mean"]:
             front.append(point)
     return front
-
-
-def _pyplot():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

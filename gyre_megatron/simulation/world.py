@@ -92,9 +92,11 @@ class World:
         self._timeout_s = NEVER if timeout_s is None else timeout_s
         self._cells = [Residents(costs.serving) for _ in range(num_cells + standalone_cells)]
         self._stamps = [-1] * len(self._cells)
-        self._home: dict[int, int] = {}
+        self._running: set[int] = set()
         self._queued: deque[int] = deque()
-        self._dispatched = self._started = self._finished = 0
+        self._dispatched = 0
+        self._started = 0
+        self._finished = 0
         self._dispatch_version: dict[int, int] = {}
         self._dispatch_time: dict[int, float] = {}
         self._start_time: dict[int, float] = {}
@@ -214,7 +216,7 @@ class World:
             return_s=self.costs.transitions.return_s,
             execution_s=self._durations.mean,
             remaining_s=self._durations.remaining(
-                [self.now - self._start_time[e] for e in self._home]
+                [self.now - self._start_time[e] for e in self._running]
             ),
             call_share=self._call_share,
             slowdown=self._slowdown,
@@ -320,7 +322,7 @@ class World:
         residents = self._cells[cell]
         residents.advance(self.now)
         residents.add(execution, calls, tool_s, deadline)
-        self._home[execution] = cell
+        self._running.add(execution)
         self.accounts.begin(cell, "serving", self.now)
         self._expect_finish(cell)
 
@@ -373,7 +375,7 @@ class World:
         residents = self._cells[cell]
         residents.advance(self.now)
         residents.remove(execution)
-        del self._home[execution]
+        self._running.remove(execution)
         self._finished += 1
         seconds = self.now - self._start_time[execution]
         self.accounts.execution_seconds.append(seconds)
