@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.dist.fork_server import context
 from gyre_megatron.errors import TransferError
 from gyre_megatron.weights.boxes import LocalTensor, Piece, contiguous_strides, grid_cells
 from gyre_megatron.weights.executor import Resharder
@@ -27,8 +28,6 @@ from gyre_megatron.weights.transports.ipc import IpcTransport
 
 TIMEOUT_S = 3.0
 SHAPES = {f"w{i}": (256, 512) for i in range(8)}
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.dist.fault_jobs"])
 
 
 def _grid(parts: tuple[int, int], n: int) -> ListedLayout:
@@ -171,9 +170,9 @@ class Processes:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes, self.pipes = [], []
         for rank in range(n):
-            mine, theirs = _context.Pipe()
+            mine, theirs = context.Pipe()
             arguments = (*args, rank, n, self.store.port, folder, theirs)
-            process = _context.Process(target=job, args=arguments, daemon=True)
+            process = context.Process(target=job, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)

@@ -3,7 +3,6 @@ hard timeout."""
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import tempfile
@@ -13,18 +12,19 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from tests.dist.fork_server import context
+
 MAX_THREADS = 120
 """A rank with more is replaced: gloo keeps the threads of every group that Megatron ever made in
 it."""
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.dist.megatron_on_cpu", "tests.dist.ranks"])
 
 
 def _serve(rank: int, size: int, store: str, environment: dict[str, str], connection) -> None:
     os.environ.update(environment)  # the fork server keeps that of its own start
     import torch
     import torch.distributed as dist
+
+    import tests.dist.megatron_on_cpu  # noqa: F401  the server has it, or it is imported here
 
     torch.set_num_threads(1)
     file_store = dist.FileStore(store, size)
@@ -52,8 +52,8 @@ class RankPool:
         os.environ["OMP_NUM_THREADS"] = "1"
         store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
         for rank in range(self.size):
-            mine, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, self.size, store, dict(os.environ), theirs))
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, store, dict(os.environ), theirs))
             process.start()
             self._processes.append(process)
             self._pipes.append(mine)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
-from gyre_megatron.cpu import enable_cpu
 from gyre_megatron.config.layout_rules import check_training
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
@@ -37,8 +35,6 @@ def accepted(architecture: Architecture) -> list[TrainingConfig]:
 
 def build_all(architecture: Architecture, layouts: list[TrainingConfig]) -> int:
     """Build the trainer in each layout, and match its modules with the layout's description."""
-    if not torch.cuda.is_available():
-        enable_cpu()
     from megatron.core import parallel_state as mpu
 
     for training in layouts:
