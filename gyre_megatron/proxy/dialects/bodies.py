@@ -119,6 +119,28 @@ def blocks_and_places(
         yield block, f"{where}.{index}"
 
 
+def text_of(
+    content: str | list[str | dict[str, Any]] | None,
+    kinds: Mapping[str, type[msgspec.Struct]],
+    where: str,
+) -> str:
+    """The texts and refusals of a content, a paragraph each.
+
+    Raises:
+        BadRequest: a block is of another kind, which a model that reads text cannot take.
+    """
+    texts: list[str] = []
+    for block, place in blocks_and_places(content, where):
+        kind, found = block_of(block, kinds, place)
+        if isinstance(found, RefusalBlock):
+            texts.append(found.text or found.refusal or "")
+        elif isinstance(found, TextBlock):
+            texts.append(found.text or "")
+        else:
+            raise BadRequest(f"{place}: this model reads text only; leave out the {kind} part")
+    return "\n\n".join(texts)
+
+
 def json_text(value: dict[str, Any], without: str = "") -> str:
     """A value of ours to show to the model as JSON, keys in order.
 

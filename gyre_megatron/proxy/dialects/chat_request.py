@@ -128,7 +128,7 @@ def _tools(tools: list[Tool]) -> list[dict[str, Any]]:
 
 
 def _message(turn: Turn, where: str) -> Message:
-    content = _content(turn.content, f"{where}.content")
+    content = bodies.text_of(turn.content, _PARTS, f"{where}.content")
     if turn.role in ("system", "developer"):
         return {"role": "system", "content": content}
     if turn.role == "user":
@@ -150,16 +150,3 @@ def _message(turn: Turn, where: str) -> Message:
             for call in calls
         ]
     return message
-
-
-def _content(content: str | Parts | None, where: str) -> str:
-    texts: list[str] = []
-    for part, place in bodies.blocks_and_places(content, where):
-        kind, found = bodies.block_of(part, _PARTS, place)
-        if isinstance(found, RefusalBlock):
-            texts.append(found.text or found.refusal or "")
-        elif isinstance(found, TextBlock):
-            texts.append(found.text or "")
-        else:
-            raise BadRequest(f"{place}: this model reads text only; leave out the {kind} part")
-    return "\n\n".join(texts)

@@ -201,7 +201,7 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str) -> None
         message = _assistant(messages, provenance_of(found.call_id))
         message.setdefault("tool_calls", []).append(_echoed(found, kind))
     elif isinstance(found, OutputItem):
-        content = _text(found.output, f"{where}.output")
+        content = bodies.text_of(found.output, _PARTS, f"{where}.output")
         messages.append({"role": "tool", "tool_call_id": found.call_id or "", "content": content})
     elif kind == "item_reference":
         raise BadRequest(
@@ -212,7 +212,7 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str) -> None
 
 
 def _add_message(messages: list[Message], item: MessageItem, where: str) -> None:
-    text = _text(item.content, f"{where}.content")
+    text = bodies.text_of(item.content, _PARTS, f"{where}.content")
     if item.role == "assistant":
         message = _assistant(messages, _provenance_of_message(item.id))
         message["content"] += text
@@ -254,16 +254,3 @@ def _echoed(
     if isinstance(item, LocalShellCallItem):
         return bodies.echoed_call(item.call_id, kind, item.action)
     return bodies.echoed_call(item.call_id, item.name or kind, item.arguments)
-
-
-def _text(content: str | Parts | None, where: str) -> str:
-    texts: list[str] = []
-    for part, place in bodies.blocks_and_places(content, where):
-        kind, found = bodies.block_of(part, _PARTS, place)
-        if isinstance(found, RefusalBlock):
-            texts.append(found.text or found.refusal or "")
-        elif isinstance(found, TextBlock):
-            texts.append(found.text or "")
-        else:
-            raise BadRequest(f"{place}: this model reads text only; leave out the {kind} part")
-    return "\n\n".join(texts)
