@@ -24,6 +24,7 @@ from gyre_megatron.scheduler.orders import (
     Start,
     Sync,
 )
+from gyre_megatron.text.renderer import Renderer
 from tests.support.scripted_cluster import ScriptedCluster, scripted_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -151,8 +152,10 @@ def test_no_event_costs_a_query(tmp_path: Path):
         directory = RunDirectory(tmp_path / "run")
         directory.open(resume=False)
         tasks = load_harness_extensions(spec.config.rollout.harness).tasks
+        renderer = Renderer.from_checkpoint(spec.checkpoint, spec.config.rollout.proxy)
         async with contextlib.AsyncExitStack() as closing:
-            control, _ = _compose(spec, tasks, directory, "http://127.0.0.1:9", closing)
+            url = "http://127.0.0.1:9"
+            control, _ = _compose(spec, tasks, renderer, directory, url, closing)
             control.actions.dispatch(Dispatch(2))
             control.parts.store._reader.close()
             assert control.state().waterlevel == control.status()["dispatched"] == 8
