@@ -21,7 +21,7 @@ $(STAMP): $(REQUIREMENTS)
 	&& $(BIN)/pip install -q --disable-pip-version-check -r requirements/cpu.txt -r requirements/dev.txt \
 	&& $(BIN)/pip install -q --disable-pip-version-check --no-deps -r requirements/sglang-cpu.txt \
 	&& GYRE_NATIVE=1 $(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . \
-	&& touch $(STAMP) && echo "setup: done in $$(( $$(date +%s) - start )) s"
+	&& touch $(STAMP) $(LIBRARY) && echo "setup: done in $$(( $$(date +%s) - start )) s"
 
 build: $(STAMP) $(LIBRARY)  ## compile csrc/ into gyre_megatron/_C
 
