@@ -28,6 +28,10 @@ COMMANDS = {
     "simulate": ("gyre_megatron.simulation.command", "compare policies on a modelled cluster"),
     "report": ("gyre_megatron.observe.report", "tables and plots of a run"),
     "trajectory": ("gyre_megatron.trajectory.__main__", "look into the executions of a run"),
+    "export": (
+        "gyre_megatron.commands.export",
+        "write a run's weights as a Hugging Face checkpoint",
+    ),
     "proxy": ("gyre_megatron.proxy.standalone", "record what any harness does with an engine"),
     "config": ("gyre_megatron.config.__main__", "show a configuration and where it comes from"),
     "doctor": ("gyre_megatron.commands.doctor", "check this machine, and say how to mend it"),

@@ -3,6 +3,7 @@ Face."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -243,6 +244,11 @@ class TinyModelConfig(Section):
     maker: str = "examples/tiny_model/checkpoint.py:ensure_checkpoint"
     """What writes the checkpoint: `module:function` or `file.py:function`, called with this section
     and a directory."""
+
+    def directory(self, root: Path) -> Path:
+        """Where the runs below `root` keep this checkpoint."""
+        digest = hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
+        return root.resolve() / "models" / f"tiny-{digest}"
 
 
 class ModelConfig(Section):

@@ -6,7 +6,6 @@ rendezvous -> (rank 0) model checkpoint and control plane -> (leaders) SGLang se
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 from dataclasses import dataclass
@@ -141,9 +140,8 @@ def resolve_checkpoint(config: GyreConfig) -> Path:
     if config.model.checkpoint is not None:
         return Path(config.model.checkpoint).resolve()
     assert config.model.tiny is not None  # load_config allows no third way
-    digest = hashlib.sha256(config.model.tiny.model_dump_json().encode()).hexdigest()[:12]
     make = TINY_MODEL_MAKERS.load(config.model.tiny.maker)
-    return make(config.model.tiny, config.run.root.resolve() / "models" / f"tiny-{digest}")
+    return make(config.model.tiny, config.model.tiny.directory(config.run.root))
 
 
 def _agree_on_start(place: RankPlace, timeout_s: float) -> Started:

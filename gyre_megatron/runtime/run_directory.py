@@ -133,3 +133,27 @@ class RunDirectory(RunFiles):
                 "start again from the initial weights"
             )
         return CheckpointInfo(value["step"], directory)
+
+    def checkpoint_at(self, step: int | None = None) -> CheckpointInfo:
+        """The complete checkpoint of `step`, or the latest.
+
+        Raises:
+            CheckpointError: there is none; the message lists those that there are.
+        """
+        if step is None:
+            latest = self.latest_checkpoint()
+            if latest is None:
+                raise CheckpointError(
+                    f"{self.path} has no checkpoint yet; wait for the first (every "
+                    "run.checkpoint_interval steps, and at the end)"
+                )
+            return latest
+        directory = self.checkpoints / f"step_{step:06d}"
+        if not (directory / "state.json").is_file():
+            complete = sorted(
+                file.parent.name for file in self.checkpoints.glob("step_*/state.json")
+            )
+            steps = [int(name.removeprefix("step_")) for name in complete if "." not in name]
+            kept = f"those it keeps are {steps}" if steps else "it has none yet"
+            raise CheckpointError(f"{self.path} has no checkpoint of step {step}; {kept}")
+        return CheckpointInfo(step, directory)

@@ -4,13 +4,18 @@ resumes, layouts."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import requests
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gyre_megatron.trajectory.store import TrajectoryStore
-from tests.support.training_runs import training_run
+from tests.support.training_runs import ROOT, TrainingRun, training_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -103,7 +108,17 @@ def test_a_burst_of_two_steps_brings_joining_cells_to_the_cores_weights(tmp_path
     assert all(record["logprob_gap"] <= 1e-4 for record in records)
 
 
+def exported(run: TrainingRun, output: Path) -> dict[str, torch.Tensor]:
+    """The tensors that `gyre export` writes of a finished run, from a process of its own."""
+    command = [sys.executable, "-m", "gyre_megatron", "export", str(run.directory), str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{output}: step 2 of {run.directory}, fp32\n"
+    return {n: w for file in output.glob("*.safetensors") for n, w in load_file(file).items()}
+
+
 def test_one_cell_of_two_ranks_trains_and_serves_with_tensor_parallelism(tmp_path: Path):
+    """And what it has learnt leaves it as a checkpoint that transformers answers from."""
     words = "run.num_steps=2 cluster.num_cells=1 training.tp=2 scheduler.groups_per_step=1 scheduler.cell_capacity=16"
     with training_run(tmp_path, *[w for word in words.split() for w in ("--set", word)]) as run:
         assert run.wait(240) == 0, run.output[-4000:]
@@ -112,3 +127,14 @@ def test_one_cell_of_two_ranks_trains_and_serves_with_tensor_parallelism(tmp_pat
     assert [record["step"] for record in records] == [1, 2]
     assert records[0]["train/num_edges"] > 0 and records[0]["optimizer/grad_norm"] > 0
     assert all(record["logprob_gap"] <= 1e-4 for record in records)
+
+    tensors = exported(run, tmp_path / "exported")
+    (base,) = (tmp_path / "models").iterdir()
+    before = load_file(base / "model.safetensors")
+    assert tensors.keys() == before.keys()
+    assert any(not torch.equal(tensors[name], before[name]) for name in before), "nothing learnt"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    chat = [{"role": "user", "content": "hello"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=4).shape[1] > prompt["input_ids"].shape[1]
