@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 
@@ -18,6 +18,7 @@ class BatchRecord:
             groups.
         micro_step_metrics: metrics of the micro-steps trained so far, summed.
         micro_steps_by_cell: micro-steps that each cell trained.
+        training_seconds_by_cell: time that they took there.
         num_bins: bins that were packed.
         statuses: executions by the way they ended.
         excluded: executions that do not count, by reason (`trajectory.fit.Reason`).
@@ -29,6 +30,9 @@ class BatchRecord:
     tokens: Counter[str] = field(default_factory=Counter)
     micro_step_metrics: Counter[str] = field(default_factory=Counter)
     micro_steps_by_cell: Counter[int] = field(default_factory=Counter)
+    training_seconds_by_cell: defaultdict[int, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )
     num_bins: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     excluded: Counter[str] = field(default_factory=Counter)

@@ -9,7 +9,7 @@ twice; the timeline and its totals go on. Written by the control plane only.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gyre_megatron import metrics
@@ -91,9 +91,8 @@ class Journal:
             "excluded": dict(batch.excluded),
             "staleness": max(batch.staleness, default=0),
             "bins": batch.num_bins,
-            "micro_steps_by_cell": {
-                str(cell): count for cell, count in sorted(batch.micro_steps_by_cell.items())
-            },
+            "micro_steps_by_cell": _by_cell(batch.micro_steps_by_cell),
+            "training_seconds_by_cell": _by_cell(batch.training_seconds_by_cell),
             "tokens": dict(batch.tokens),
             "logprob_gap": self._gap,
             "publish_seconds": self._transfer_seconds + self._install_seconds,
@@ -173,6 +172,10 @@ def summarize(records: list[dict[str, Any]], totals: dict[str, int]) -> dict[str
         **totals,
         "max_logprob_gap": max((record.get("logprob_gap", 0.0) for record in records), default=0.0),
     }
+
+
+def _by_cell(values: Mapping[int, float]) -> dict[str, float]:
+    return {str(cell): value for cell, value in sorted(values.items())}
 
 
 def _mean(values: list[float]) -> float:

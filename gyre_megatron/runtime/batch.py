@@ -96,9 +96,10 @@ class BatchBuilder:
         bins = pack_group(processed, training, groups_per_step, self._linear_cost)
         return processed, [packed.to_bytes() for packed in bins]
 
-    def micro_step_trained(self, cell: int, metrics: dict[str, float]) -> None:
-        """A cell trained one of the micro-steps."""
+    def micro_step_trained(self, cell: int, metrics: dict[str, float], seconds: float) -> None:
+        """A cell trained one of the micro-steps, in so many seconds."""
         self.record.micro_steps_by_cell[cell] += 1
+        self.record.training_seconds_by_cell[cell] += seconds
         self.record.micro_step_metrics.update(metrics)
 
     def next_step(self) -> BatchRecord:

@@ -142,7 +142,7 @@ def _compose(
     batch = BatchBuilder(store, config, micro_steps, replicas, linear_cost(architecture))
 
     def micro_step_trained(cell: int, report: Report) -> None:
-        batch.micro_step_trained(cell, report.metrics)
+        batch.micro_step_trained(cell, report.metrics, report.seconds)
         measurements.micro_step(report.seconds)
         changed.set()
 

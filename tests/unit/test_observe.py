@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ def write_steps(journal: Journal, steps: range) -> None:
             rewards=[step / 10, step / 10],
             num_bins=1,
             micro_steps_by_cell=Counter({1: 1, 0: 2}),
+            training_seconds_by_cell=defaultdict(float, {1: 0.5, 0: 1.5}),
         )
         journal.step(step, batch, {"grad_norm": 1.0})
 
@@ -72,6 +73,7 @@ def test_a_resumed_journal_drops_what_the_checkpoint_does_not_hold(tmp_path: Pat
     records = read_lines(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 8))
     assert records[0]["micro_steps_by_cell"] == {"0": 2, "1": 1}
+    assert records[0]["training_seconds_by_cell"] == {"0": 1.5, "1": 0.5}
     assert summary["steps"] == 7
     assert summary["reward_first5"] == pytest.approx(0.3)
     assert summary["reward_last5"] == pytest.approx(0.5)
