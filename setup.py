@@ -9,6 +9,7 @@ the architecture. Operators register themselves under `torch.ops.gyre`.
 import os
 import shutil
 from glob import glob
+from pathlib import Path
 
 import torch
 from setuptools import find_namespace_packages, setup
@@ -45,16 +46,25 @@ def extension():
     )
 
 
-# configs/ stays at the root of a checkout, where people look for it, and is a part of the package in
-# a wheel. `gyre_megatron/config/shipped.py` finds it in either place.
-CONFIGS = {"gyre_megatron.configs": "configs", "gyre_megatron.configs.models": "configs/models"}
+def shipped(folder):
+    """A folder of the checkout's root, where people look for it, as a part of the package in a
+    wheel: gyre_megatron/shipped.py finds it in either place. Returns package -> directory."""
+    below = [str(path) for path in Path(folder).rglob("*") if path.is_dir()]
+    return {
+        f"gyre_megatron.{path.replace(os.sep, '.')}": path
+        for path in [folder, *below]
+        if not any(part.startswith((".", "__")) for part in Path(path).parts)
+    }
+
+
+SHIPPED = shipped("configs") | shipped("examples")
 # Namespace packages too: the stand-ins below cpu/sglang/stubs are found by path, not by import.
 PACKAGES = find_namespace_packages(include=["gyre_megatron", "gyre_megatron.*"])
 
 setup(
-    packages=[*PACKAGES, *CONFIGS],
-    package_dir=CONFIGS,
-    package_data={"": ["py.typed", "*.jinja", "*.yaml", "*.html"]},
+    packages=[*PACKAGES, *SHIPPED],
+    package_dir=SHIPPED,
+    package_data={"": ["py.typed", "*.jinja", "*.yaml", "*.json", "*.html"]},
     ext_modules=[extension()] if glob("csrc/cpu/*.cpp") else [],
     cmdclass={"build_ext": BuildExtension},
 )

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from gyre_megatron.errors import ConfigError
+from gyre_megatron.shipped import find_file
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -89,7 +90,7 @@ def load_reference(name: str, key: str) -> Any:
     where, _, attribute = name.rpartition(":")
     try:
         module = (
-            _load_file(Path(where).expanduser())
+            _load_file(find_file(Path(where).expanduser()))
             if where.endswith(".py")
             else importlib.import_module(where)
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -14,6 +15,8 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+
+from gyre_megatron.shipped import find_file
 
 
 def expand_user(path: str | Path) -> Path:
@@ -37,6 +40,9 @@ def _expanded(value: Any) -> Any:
 
 UserPath = Annotated[Path, BeforeValidator(_expanded)]
 """A path as a user writes it; `~` is expanded when the configuration is loaded."""
+
+InputPath = Annotated[UserPath, AfterValidator(find_file)]
+"""The same for what is read only: examples/... is found where the package is, too."""
 
 
 class Section(BaseModel):

@@ -21,11 +21,11 @@ from gyre_megatron.config.model import ModelConfig
 from gyre_megatron.config.rollout import RolloutConfig
 from gyre_megatron.config.run import RunConfig
 from gyre_megatron.config.scheduler import SchedulerConfig
-from gyre_megatron.config.shipped import find_config
 from gyre_megatron.config.sources import Values, compose, parse_override
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.errors import ConfigError
+from gyre_megatron.shipped import find_config
 
 SectionType = TypeVar("SectionType", bound=Section)
 

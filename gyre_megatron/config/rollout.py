@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from gyre_megatron.config.base import Section, UserPath
+from gyre_megatron.config.base import InputPath, Section, UserPath
 
 CallRole = Literal["main", "main_summary", "sub_agent", "sub_agent_summary", "auxiliary"]
 
@@ -83,8 +83,9 @@ class EvaluatorConfig(Section):
 class HarnessConfig(Section):
     """How a harness program is run."""
 
-    tasks: UserPath | None = None
-    """Directory of tasks, one sub-directory with a task.yaml each."""
+    tasks: InputPath | None = None
+    """Directory of tasks, one sub-directory with a task.yaml each; those below examples/ are found
+    from any directory."""
     kind: str = "command"
     """How a harness runs: command, or your own `module:function`, an async function that is given a
     harness.HarnessRequest."""

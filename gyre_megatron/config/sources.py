@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from gyre_megatron.config.base import expand_user
-from gyre_megatron.config.shipped import find_config, shipped_names
 from gyre_megatron.errors import ConfigError
+from gyre_megatron.shipped import find_config, shipped_names
 
 Key = tuple[str, ...]
 """The place of a value: one entry a level."""
