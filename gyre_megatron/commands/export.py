@@ -105,7 +105,7 @@ def write(plan: ExportPlan) -> None:
         plan.base,
         plan.output,
         plan.training(dist.get_world_size()),
-        Architecture.from_checkpoint(plan.base),
+        Architecture.from_checkpoint(plan.base, plan.config.model.family),
         plan.config.weights,
         plan.dtype,
     )

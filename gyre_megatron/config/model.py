@@ -5,23 +5,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
-from gyre_megatron.config.base import Section, UserPath
+from gyre_megatron.config.base import Section, UserPath, one_line
+from gyre_megatron.config.families import AUTO, family_name, load_family
 from gyre_megatron.errors import ConfigError
-
-Family = Literal["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"]
-
-_HF_FAMILIES: dict[str, Family] = {
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3_moe",
-    "deepseek_v3": "deepseek_v3",
-    "kimi_k2": "deepseek_v3",
-    "qwen3_next": "qwen3_next",
-}
 
 
 class MoeArchitecture(Section):
@@ -72,7 +64,8 @@ class GatedDeltaNetArchitecture(Section):
 class Architecture(Section):
     """The shape of a model, independent of how it is laid out on devices."""
 
-    family: Family
+    family: str
+    """`qwen3`, `qwen3_moe`, `deepseek_v3`, `qwen3_next`, or your own as in `model.family`."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -103,14 +96,10 @@ class Architecture(Section):
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
-        wanted = {"qwen3": (False, False, False), "qwen3_moe": (True, False, False)}
-        wanted |= {"deepseek_v3": (True, True, False), "qwen3_next": (True, False, True)}
-        has = (self.moe is not None, self.mla is not None, self.gdn is not None)
-        if self.family != "qwen3_next" and has != wanted[self.family]:
-            raise ValueError(
-                f"family {self.family} needs (moe, mla, gdn) present = {wanted[self.family]}, "
-                f"found {has}"
-            )
+        wanted = load_family(self.family).parts
+        found = tuple(part for part in ("moe", "mla", "gdn") if getattr(self, part) is not None)
+        if wanted is not None and found != wanted:
+            raise ValueError(f"family {self.family} has the parts {wanted}, found {found}")
         return self
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -127,88 +116,29 @@ class Architecture(Section):
         return -(-self.vocab_size // tp) * tp
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> Architecture:
+    def from_hf(cls, config: Mapping[str, Any], family: str = AUTO) -> Architecture:
         """Read the fields of a Hugging Face `config.json`.
 
+        Args:
+            family: as `model.family`.
+
         Raises:
-            ConfigError: the model_type is not one of the supported families.
+            ConfigError: no family takes this model, or its family cannot read it.
         """
-        family = _HF_FAMILIES.get(config.get("model_type", ""))
-        if family is None:
-            raise ConfigError(
-                f"model_type {config.get('model_type')!r} is not supported; supported: "
-                f"{sorted(_HF_FAMILIES)}"
-            )
-        rope = config.get("rope_parameters") or {}
-        heads = config["num_attention_heads"]
-        fields: dict[str, Any] = dict(
-            family=family,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            num_layers=config["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate_size=config.get("intermediate_size", 0),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-            partial_rotary_factor=rope.get(
-                "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
-            ),
-            max_position_embeddings=config.get("max_position_embeddings", 32_768),
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
-            qk_norm=family != "deepseek_v3",
-            attention_output_gate=family == "qwen3_next",
-            num_mtp_layers=config.get("num_nextn_predict_layers", 0),
-        )
-        if family == "deepseek_v3":
-            fields["mla"] = MlaArchitecture(
-                q_lora_rank=config.get("q_lora_rank"),
-                kv_lora_rank=config["kv_lora_rank"],
-                qk_nope_head_dim=config["qk_nope_head_dim"],
-                qk_rope_head_dim=config["qk_rope_head_dim"],
-                v_head_dim=config["v_head_dim"],
-            )
-            fields["moe"] = MoeArchitecture(
-                num_experts=config["n_routed_experts"],
-                experts_per_token=config["num_experts_per_tok"],
-                intermediate_size=config["moe_intermediate_size"],
-                shared_expert_intermediate_size=config["moe_intermediate_size"]
-                * (config.get("n_shared_experts") or 0),
-                num_dense_layers=config.get("first_k_dense_replace", 0),
-                normalize_topk=config.get("norm_topk_prob", True),
-                score_function="sigmoid",
-                expert_bias=True,
-                num_groups=config.get("n_group") or 1,
-                topk_groups=config.get("topk_group") or 1,
-                routed_scaling_factor=config.get("routed_scaling_factor", 1.0),
-            )
-        elif num_experts := config.get("num_experts") or config.get("num_local_experts"):
-            fields["moe"] = MoeArchitecture(
-                num_experts=num_experts,
-                experts_per_token=config["num_experts_per_tok"],
-                intermediate_size=config["moe_intermediate_size"],
-                shared_expert_intermediate_size=config.get("shared_expert_intermediate_size", 0),
-                shared_expert_gate=family == "qwen3_next",
-                normalize_topk=config.get("norm_topk_prob", True),
-            )
-        if family == "qwen3_next":
-            fields["gdn"] = GatedDeltaNetArchitecture(
-                num_key_heads=config["linear_num_key_heads"],
-                num_value_heads=config["linear_num_value_heads"],
-                key_head_dim=config["linear_key_head_dim"],
-                value_head_dim=config["linear_value_head_dim"],
-                conv_kernel=config.get("linear_conv_kernel_dim", 4),
-                full_attention_interval=config.get("full_attention_interval", 4),
-            )
-        return cls(**fields)
+        name = family_name(config, family)
+        try:
+            return cls(family=name, **load_family(name).architecture(config))
+        except KeyError as error:
+            raise ConfigError(f"config.json has no {error}, which family {name} needs") from None
+        except ValidationError as error:
+            raise ConfigError(f"family {name} cannot read config.json: {one_line(error)}") from None
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path) -> Architecture:
+    def from_checkpoint(cls, path: str | Path, family: str = AUTO) -> Architecture:
         """Read `config.json` of a Hugging Face checkpoint directory.
 
         Raises:
-            ConfigError: the directory or its config.json does not exist.
+            ConfigError: the directory or its config.json does not exist, or as `from_hf`.
         """
         file = Path(path) / "config.json"
         if not file.is_file():
@@ -217,7 +147,7 @@ class Architecture(Section):
                 "directory "
                 "in Hugging Face format (config.json, *.safetensors, tokenizer.json)"
             )
-        return cls.from_hf(json.loads(file.read_text()))
+        return cls.from_hf(json.loads(file.read_text()), family)
 
 
 class TinyModelConfig(Section):
@@ -259,6 +189,9 @@ class ModelConfig(Section):
     its own."""
     tiny: TinyModelConfig | None = None
     """Make a tiny random checkpoint in the run directory in place of loading one."""
+    family: str = AUTO
+    """How its config.json is read and its layers are built: auto, by the model_type; one of ours; or
+    your own `module:Class` of a config.families.ModelFamily."""
     architecture: Architecture | None = None
     """The model's shape, for planning without its checkpoint (`gyre plan`); a run refuses another
     checkpoint."""
@@ -281,7 +214,7 @@ class ModelConfig(Section):
         if self.architecture is not None:
             return self.architecture
         if self.checkpoint is not None:
-            return Architecture.from_checkpoint(self.checkpoint)
+            return Architecture.from_checkpoint(self.checkpoint, self.family)
         raise ConfigError(
             "the configuration has no model.architecture and no model.checkpoint; add a file of "
             "configs/models under base:, or name a checkpoint"

@@ -63,7 +63,7 @@ def limits_of(config: GyreConfig, checkpoint: Path) -> Limits:
     Raises:
         ConfigError: two keys contradict each other.
     """
-    architecture = Architecture.from_checkpoint(checkpoint)
+    architecture = Architecture.from_checkpoint(checkpoint, config.model.family)
     return derive_limits(config, architecture.max_position_embeddings)
 
 

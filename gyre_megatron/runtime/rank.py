@@ -118,7 +118,7 @@ def _start_control_plane(
     _check_address(config)
     check_inputs(config)
     checkpoint = resolve_checkpoint(config)
-    architecture = Architecture.from_checkpoint(checkpoint)
+    architecture = Architecture.from_checkpoint(checkpoint, config.model.family)
     check_architecture(config, architecture)
     check_layout(config, architecture, place.topology)
     check_extensions(config.training, "cuda" if torch.cuda.is_available() else "cpu")
@@ -222,7 +222,7 @@ def _build_parts(
     """Build this rank's trainer and connections; collective over the job."""
     groups = _connect(config, place)
     checkpoint = Path(started.checkpoint)
-    architecture = Architecture.from_checkpoint(checkpoint)
+    architecture = Architecture.from_checkpoint(checkpoint, config.model.family)
     directory = RunDirectory(config.run.root / config.run.name)
     trainer = training.Trainer(
         config.training, architecture, checkpoint, with_optimizer=place.cell == 0

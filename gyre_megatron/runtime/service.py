@@ -118,7 +118,7 @@ def _compose(
         closing: what must be closed at the end is added here.
     """
     config = spec.config
-    architecture = Architecture.from_checkpoint(spec.checkpoint)
+    architecture = Architecture.from_checkpoint(spec.checkpoint, config.model.family)
     latest = directory.latest_checkpoint() if spec.resume else None
     trained_steps = latest.step if latest else 0
     store = TrajectoryStore(directory.store_file)

@@ -10,14 +10,19 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from gyre_megatron.algos.logprobs import edge_statistics
+from gyre_megatron.config.families import FAMILIES, load_family
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.cpu import local_device
+from gyre_megatron.errors import ConfigError, LayoutError
 from gyre_megatron.training.layer_spec import tree_layer_spec
 from gyre_megatron.training.model_config import transformer_config
 from gyre_megatron.training.tree_batch import TreeBatch
+from gyre_megatron.weights.megatron import bind, layout_of
+from gyre_megatron.weights.parallel import ParallelRank
 
 
 class TreeGPTModel(GPTModel):
@@ -96,24 +101,58 @@ class TreeGPTModel(GPTModel):
 def build_model_chunks(architecture: Architecture, training: TrainingConfig) -> list[TreeGPTModel]:
     """This rank's chunks of the model, one per virtual pipeline stage, on its device."""
     config = transformer_config(architecture, training)
-    chunks = []
-    for stage in range(training.vpp) if training.vpp else [None]:
-        place = dict(ignore_virtual=stage is None, vp_stage=stage)
-        spec = tree_layer_spec(
-            config,
-            vp_stage=stage,
-            transformer_engine=training.transformer_engine,
-            attention=training.attention,
-        )
-        chunk = TreeGPTModel(
-            config,
-            spec,
-            architecture,
-            training,
-            pre_process=mpu.is_pipeline_first_stage(**place),
-            post_process=mpu.is_pipeline_last_stage(**place),
-            rotary_percent=architecture.partial_rotary_factor,
-            vp_stage=stage,
-        )
-        chunks.append(chunk.to(local_device()))
-    return chunks
+    stages = range(training.vpp) if training.vpp else [None]
+    return [build_chunk(config, architecture, training, stage) for stage in stages]
+
+
+def build_chunk(
+    config: TransformerConfig,
+    architecture: Architecture,
+    training: TrainingConfig,
+    vp_stage: int | None = None,
+) -> TreeGPTModel:
+    """One chunk of the model in Megatron's configuration `config`, on this rank's device."""
+    place = dict(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    spec = tree_layer_spec(
+        config,
+        vp_stage=vp_stage,
+        transformer_engine=training.transformer_engine,
+        attention=training.attention,
+    )
+    family = load_family(architecture.family)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    spec.layer_specs = [
+        family.layer_spec(layer_spec, config, layer)
+        for layer, layer_spec in enumerate(spec.layer_specs, first)
+    ]
+    chunk = TreeGPTModel(
+        config,
+        spec,
+        architecture,
+        training,
+        pre_process=mpu.is_pipeline_first_stage(**place),
+        post_process=mpu.is_pipeline_last_stage(**place),
+        rotary_percent=architecture.partial_rotary_factor,
+        vp_stage=vp_stage,
+    )
+    return chunk.to(local_device())
+
+
+def check_parameters(
+    chunks: list[TreeGPTModel], architecture: Architecture, place: ParallelRank
+) -> None:
+    """Check that a family of the user's built modules whose weights can be loaded and published.
+
+    Raises:
+        ConfigError: it built parameters that the layouts do not know.
+    """
+    if architecture.family in FAMILIES.builtin:
+        return  # tests hold ours to the layouts
+    try:
+        bind(layout_of(architecture, place, chunks), place.index, chunks)
+    except LayoutError as error:
+        raise ConfigError(
+            f"{FAMILIES.key}: {architecture.family} builds parameters that cannot be loaded or "
+            f"published ({error}). Which parameters a layer has is not open to families: their "
+            "names and shapes follow from the architecture"
+        ) from None

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from gyre_megatron.config.families import FAMILIES, load_family
 from gyre_megatron.config.layout_rules import check_trainable
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
+from gyre_megatron.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -26,21 +28,32 @@ def transformer_config(architecture: Architecture, config: TrainingConfig) -> Tr
     rescaling, which is what edge weights fixed at admission need.
 
     Raises:
-        ConfigError: the trainer has no layers for this model.
+        ConfigError: the trainer has no layers for this model, or its family sets what is not its
+            own.
     """
     check_trainable(architecture)
     dtype = DTYPES[config.dtype]
-    megatron = TransformerConfig(
+    fields = {
         **_shape(architecture),
-        **_layout(config, dtype),
         **_no_fusion(),
-        **_recompute(config),
         **_moe(architecture, config),
         **_gdn(architecture),
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        calculate_per_token_loss=True,
-    )
+        **load_family(architecture.family).transformer_fields(architecture),
+    }
+    owned = {
+        **_layout(config, dtype),
+        **_recompute(config),
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "calculate_per_token_loss": True,
+    }
+    if taken := sorted(fields.keys() & owned.keys()):
+        raise ConfigError(
+            f"{FAMILIES.key}: {architecture.family} sets {', '.join(taken)} of Megatron's "
+            "configuration, which follow from the training section; leave them out of "
+            "transformer_fields"
+        )
+    megatron = TransformerConfig(**fields, **owned)
     megatron.context_parallel_size = (
         config.cp
     )  # late: only Megatron's own Gated DeltaNet refuses it

@@ -68,14 +68,9 @@ def run_pipeline(
     others nothing."""
     if not batches:
         return []
-
-    def forward_step(iterator, model):
-        batch = next(iterator)
-        return model(batch), partial(_as_megatron_loss, loss_function, batch)
-
     iterators = [iter(batches) for _ in chunks]
     return get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=forward_step_of(loss_function),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
         num_microbatches=len(batches),
@@ -85,8 +80,19 @@ def run_pipeline(
     )
 
 
+def forward_step_of(loss_function: LossFunction) -> Callable:
+    """Megatron's `forward_step_func` for models that take a TreeBatch; its data iterator yields
+    them."""
+
+    def forward_step(iterator, model):
+        batch = next(iterator)
+        return model(batch), partial(_as_megatron_loss, loss_function, batch)
+
+    return forward_step
+
+
 def _as_megatron_loss(loss_function: LossFunction, batch: TreeBatch, statistics: torch.Tensor):
-    """Megatron's triple; the count it wants is unused because edge weights already hold every
-    denominator."""
+    """Megatron's triple. Edge weights hold every denominator already: a count of 0 tokens makes
+    `finalize_model_grads` leave the gradients as they are."""
     loss, kept = loss_function(batch, statistics)
-    return loss, torch.ones((), dtype=torch.int, device=loss.device), kept
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), kept

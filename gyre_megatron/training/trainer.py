@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core import parallel_state as mpu
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -22,19 +21,19 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from gyre_megatron.algos.extensions import load_objective
-from gyre_megatron.algos.objective import ObjectiveContext, diagnose
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.cpu import local_device, require_device
 from gyre_megatron.errors import ConfigError
 from gyre_megatron.training import checkpoint, parallel, parameters
-from gyre_megatron.training.model import build_model_chunks
+from gyre_megatron.training.loss import objective_loss
+from gyre_megatron.training.model import build_model_chunks, check_parameters
 from gyre_megatron.training.model_config import DTYPES
 from gyre_megatron.training.optimizer import build_optimizer
 from gyre_megatron.training.pipeline import replica_batches, run_pipeline
 from gyre_megatron.training.reference import ReferencePolicy
 from gyre_megatron.training.scoring import collect_logprobs, sequence_bins, split_by_sequence
-from gyre_megatron.training.step_metrics import micro_step_sums, reduce_sums
+from gyre_megatron.training.step_metrics import reduce_sums
 from gyre_megatron.training.tree_batch import TreeBatch
 from gyre_megatron.trajectory.packing import PackedBin
 from gyre_megatron.weights.checkpoint import load_hf_checkpoint
@@ -72,6 +71,7 @@ class Trainer:
         self.device = local_device()
         self.weight_version: int | None = None
         self.model_chunks = build_model_chunks(architecture, config)
+        check_parameters(self.model_chunks, architecture, self.parallel_rank())
         if checkpoint is not None:
             load_hf_checkpoint(self.model_chunks, architecture, self.parallel_rank(), checkpoint)
         parallel.mark_expert_parameters(config, self.model_chunks)
@@ -126,20 +126,7 @@ class Trainer:
         batches = replica_batches(bins, self.config, self.architecture, self.device)
         reference = self._reference_logprobs(batches)
 
-        def loss_function(batch: TreeBatch, statistics: torch.Tensor):
-            logprobs, entropies, _ = statistics
-            context = ObjectiveContext(
-                config=self.config.gspo,
-                options=self.config.objective_options,
-                reference_logprobs=reference.get(batch.index),
-                weight_version=self.weight_version,
-                reduce=_sum_over_context if self.config.cp > 1 else None,
-            )
-            result = self._objective(logprobs, entropies, batch.edges, context)
-            diagnostics = diagnose(result, logprobs, batch.edges, context)
-            sums = micro_step_sums(batch, statistics, result.loss, diagnostics, self.weight_version)
-            return result.loss, sums
-
+        loss_function = objective_loss(self.config, self._objective, self.weight_version, reference)
         kept = run_pipeline(self._wrapped, batches, loss_function, forward_only=False)
         return reduce_sums(kept, self.device)
 
@@ -221,8 +208,3 @@ class Trainer:
             CheckpointError: the directory holds no complete checkpoint.
         """
         checkpoint.load(directory, self.model_chunks, self.optimizer, self.lr_schedule)
-
-
-def _sum_over_context(x: torch.Tensor) -> torch.Tensor:
-    torch.distributed.all_reduce(x, group=mpu.get_context_parallel_group())
-    return x

@@ -6,6 +6,7 @@ Source of names and shapes: the `state_dict` of the families' classes in transfo
 
 from __future__ import annotations
 
+from gyre_megatron.config.families import load_family
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.weights.boxes import Index
 
@@ -23,8 +24,7 @@ def expert_prefix(layer: int, expert: int) -> str:
 
 
 def shared_expert_prefix(architecture: Architecture, layer: int) -> str:
-    plural = "s" if architecture.family == "deepseek_v3" else ""
-    return f"model.layers.{layer}.mlp.shared_expert{plural}."
+    return f"model.layers.{layer}.mlp.{load_family(architecture.family).shared_expert}."
 
 
 def outer_tensors(architecture: Architecture) -> Tensors:

@@ -22,10 +22,13 @@ from gyre_megatron.weights.megatron import bind, layout_of
 Canonical = dict[str, torch.Tensor]
 
 
-def make_trainer(checkpoint: Path, config: TrainingConfig, *, with_optimizer: bool = False) -> Trainer:
+def make_trainer(
+    checkpoint: Path, config: TrainingConfig, *, with_optimizer: bool = False, family: str = "auto"
+) -> Trainer:
     """A trainer in a fresh layout of the pool's ranks."""
     mpu.destroy_model_parallel()
-    return Trainer(config, Architecture.from_checkpoint(checkpoint), checkpoint, with_optimizer=with_optimizer)
+    architecture = Architecture.from_checkpoint(checkpoint, family)
+    return Trainer(config, architecture, checkpoint, with_optimizer=with_optimizer)
 
 
 def canonical_gradients(trainer: Trainer) -> Canonical | None:
@@ -63,9 +66,15 @@ def edge_logprobs(trainer: Trainer, bins: list[PackedBin]) -> list:
     return collect_logprobs(bins, batches, trainer._logprobs(batches), trainer.device)
 
 
-def run_batches(checkpoint: Path, config: TrainingConfig, batches: list[list[PackedBin]], split: int = 1):
+def run_batches(
+    checkpoint: Path,
+    config: TrainingConfig,
+    batches: list[list[PackedBin]],
+    split: int = 1,
+    family: str = "auto",
+):
     """(loss sums, log-probabilities, gradients) of each batch, taken in `split` micro-steps."""
-    trainer = make_trainer(checkpoint, config)
+    trainer = make_trainer(checkpoint, config, family=family)
     results = []
     for bins in batches:
         trainer.begin_batch(weight_version=3)

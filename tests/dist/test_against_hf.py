@@ -13,7 +13,7 @@ from gyre_megatron.config.training import GspoConfig, TrainingConfig
 from gyre_megatron.trajectory.packing import PackedBin, pack
 from tests.dist import gradients
 from tests.dist.flatten import flat_bins
-from tests.dist.tiny import CONFIGS, VOCAB, make_checkpoint
+from tests.dist.tiny import CONFIGS, FAMILIES, VOCAB, make_checkpoint
 from tests.unit.random_trees import random_tree
 
 GSPO = GspoConfig(eps_low=0.5, eps_high=1.0)
@@ -72,14 +72,16 @@ def sequence_loss(model, trajectory: PackedBin) -> torch.Tensor:
     return -float(trajectory.edge_weights.sum()) * torch.minimum(ratio * advantage, clipped * advantage)
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "hybrid"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "hybrid", "llama"])
 def test_loss_and_gradients_equal_float64(kind: str, ranks, tmp_path) -> None:
+    """Llama is no family of ours: it comes from examples/ through `model.family`."""
     from safetensors.torch import load_file
 
     checkpoint = make_checkpoint(kind, tmp_path / kind)
     config = TrainingConfig(token_budget=2048, gspo=GSPO)
     packed = pack(trees(), config.token_budget, len(trees()))
-    ((sums, _, grads),) = ranks(1).run(gradients.run_batches, checkpoint, config, [packed])[0]
+    family = FAMILIES.get(kind, "auto")
+    ((sums, _, grads),) = ranks(1).run(gradients.run_batches, checkpoint, config, [packed], 1, family)[0]
     model = hf_model(kind, load_file(checkpoint / "model.safetensors"))
     losses = []
     for trajectory in flat_bins(trees()):

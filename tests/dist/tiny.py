@@ -52,6 +52,13 @@ CONFIGS = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     ),
 }
+FAMILIES = {"llama": "examples/llama/family.py:Llama"}
+"""Kinds whose family is not ours."""
+CONFIGS["llama"] = _BASE | dict(model_type="llama", attention_bias=False, mlp_bias=False)
+
+
+def architecture_of(kind: str) -> Architecture:
+    return Architecture.from_hf(CONFIGS[kind], FAMILIES.get(kind, "auto"))
 
 
 def make_checkpoint(kind: str, directory: Path) -> Path:
@@ -62,7 +69,7 @@ def make_checkpoint(kind: str, directory: Path) -> Path:
     tolerance.
     """
     scale = 0.08 if kind == "hybrid" else 0.15
-    architecture = Architecture.from_hf(CONFIGS[kind])
+    architecture = architecture_of(kind)
     generator = torch.Generator().manual_seed(7)
     weights = {}
     for name, shape in canonical_tensors(architecture).items():
