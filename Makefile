@@ -16,7 +16,7 @@ setup: $(STAMP) $(LIBRARY)  ## install everything into .venv and build the exten
 
 # SGLang's wheel pins a CUDA stack, so it is installed without its dependencies; what a CPU server imports is in cpu.txt.
 $(STAMP): $(REQUIREMENTS)
-	@echo "setup: creating $(VENV) with torch, Megatron-Core, SGLang and the tools (about 2 minutes, 3 GB)"
+	@echo "setup: creating $(VENV) with torch, Megatron-Core, SGLang and the tools (about 5 minutes, 3 GB)"
 	@start=$$(date +%s) && $(PYTHON) -m venv $(VENV) \
 	&& $(BIN)/pip install -q --disable-pip-version-check -r requirements/cpu.txt -r requirements/dev.txt \
 	&& $(BIN)/pip install -q --disable-pip-version-check --no-deps -r requirements/sglang-cpu.txt \
@@ -41,7 +41,8 @@ demo-control: setup  ## the same with a learning rate of 0: nothing is learnt
 	@$(RUN) python -m gyre_megatron report runs/demo-control --label demo-control --expect flat
 
 test: setup check clients  ## checks, unit tests, multi-rank tests and end-to-end tests, but for the slow ones
-	$(RUN) python -m pytest -m "not slow $(WITHOUT_CLIENTS)"
+	$(RUN) python -m pytest -m "not slow $(WITHOUT_CLIENTS)" -n 2 --dist loadfile tests/unit
+	$(RUN) python -m pytest -m "not slow $(WITHOUT_CLIENTS)" tests/dist tests/e2e tests/gpu
 
 test-slow: setup  ## the rest: the widest matrices and the longest loads
 	$(RUN) python -m pytest -m slow
