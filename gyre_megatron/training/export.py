@@ -65,7 +65,6 @@ def export_checkpoint(
         dist.get_world_size(),
         name=f"gyre/export/{output}",
         device=local_device(),
-        folder=output.parent,
     )
     try:
         with tempfile.TemporaryDirectory(prefix="gyre-export-") as folder:

@@ -133,12 +133,14 @@ def save(path: str) -> None:
 
 
 def documented_example(code: str, url: str, engine_tp: int) -> int:
-    """Run the example of docs/hot_swap.md as it stands, with this rank's model."""
+    """Run an example of the pages as it stands, with this rank's model."""
     names = dict(
         model=_state["trainer"].model_chunks,
         checkpoint=_state["checkpoint"],
         engine_url=url,
         engine_tp=engine_tp,
+        architecture=_state["architecture"],
+        config=_state["trainer"].model_chunks[0].config,
     )
-    exec(compile(code, "docs/hot_swap.md", "exec"), names)
+    exec(compile(code, "an example of the pages", "exec"), names)
     return names["report"].version

@@ -112,6 +112,7 @@ def test_install(family, tp, layout, tmp_path):
         _a_hundred_publishes_leave_nothing_behind(cell)
         _same_bits_as_from_disk(cell)
         _documented_example_works(cell, tp)
+        _documented_integration_works(cell, tp)
     finally:
         cell.close()
     assert not list(Path("/dev/shm").glob("gyre-weights-*/shadow.*"))
@@ -186,4 +187,13 @@ def _documented_example_works(cell: Cell, tp: int) -> None:
     assert code is not None and len(code[1].splitlines()) <= 25
     assert cell.ranks.run(install_jobs.documented_example, code[1], cell.server.url, tp) == [7] * 4
     assert cell.served()[1] == "7"
+    assert cell.difference() < TOLERANCE
+
+
+def _documented_integration_works(cell: Cell, tp: int) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", Path("docs/integrations.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "weight_sync(" in block]
+    cell.ranks.run(install_jobs.step)
+    assert cell.ranks.run(install_jobs.documented_example, code, cell.server.url, tp) == [8] * 4
+    assert cell.served()[1] == "8"
     assert cell.difference() < TOLERANCE

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gyre_megatron.config.loader import load_config
+from docs.make_extension_table import extension_points
+from gyre_megatron.config.loader import GyreConfig, load_config, section_type
 from gyre_megatron.errors import ConfigError
 from gyre_megatron.runtime.service import ServiceSpec, serve
 from tests.support.checkpoints import make_checkpoint
@@ -33,3 +34,13 @@ def test_nothing_is_written(tmp_path: Path, override: str, message: str) -> None
     with pytest.raises(ConfigError, match=message):
         asyncio.run(serve(ServiceSpec(config, checkpoint, 1, resume=False)))
     assert not root.exists()
+
+
+@pytest.mark.parametrize("key", [p.key for _, p in extension_points() if p.key != "evaluator.kind"])
+def test_no_field_closes_an_extension_point(key: str) -> None:
+    """A `Literal` would refuse what the loader behind it takes. (Evaluators are named by tasks.)"""
+    *sections, name = key.split(".")
+    here = GyreConfig
+    for section in sections:
+        here = section_type(here.model_fields[section].annotation)
+    assert here.model_fields[name].annotation in (str, list[str])

@@ -21,6 +21,8 @@ PACKAGES = (
     "gyre_megatron",
     "gyre_megatron.algos",
     "gyre_megatron.harness",
+    "gyre_megatron.integrations.megatron",
+    "gyre_megatron.integrations.slime",
     "gyre_megatron.proxy",
     "gyre_megatron.scheduler",
     "gyre_megatron.training",
