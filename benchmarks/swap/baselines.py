@@ -8,17 +8,19 @@ import torch
 import torch.distributed as dist
 
 from gyre_megatron.ops.boxes import copy_boxes
-from gyre_megatron.weights.boxes import Piece, contiguous_strides
+from gyre_megatron.weights.boxes import LocalBox, contiguous_strides
 from gyre_megatron.weights.layout import Layout
 from gyre_megatron.weights.planner import Parcel
 from gyre_megatron.weights.tables import direct_rows, table_of
 
 
-def _whole(piece: Piece, shape: tuple[int, ...]) -> Piece:
-    """The box of `piece` in a tensor that holds the canonical tensor whole."""
+def _whole(local_box: LocalBox, shape: tuple[int, ...]) -> LocalBox:
+    """The box of `local_box` in a tensor that holds the canonical tensor whole."""
     strides = contiguous_strides(shape)
-    offset = sum(s * stride for s, stride in zip(piece.start, strides, strict=True))
-    return Piece(piece.name, piece.start, piece.shape, piece.name, offset, strides)
+    offset = sum(s * stride for s, stride in zip(local_box.start, strides, strict=True))
+    return LocalBox(
+        local_box.name, local_box.start, local_box.shape, local_box.name, offset, strides
+    )
 
 
 class GatherBroadcast:
@@ -44,22 +46,22 @@ class GatherBroadcast:
         self._groups = []
         for names in _groups(shapes, bucket_bytes):
             whole_index = {name: i for i, name in enumerate(names)}
-            owned: dict[int, list[Piece]] = {}
+            owned: dict[int, list[LocalBox]] = {}
             for name in names:
-                for pieces, ranks in source.shards(name):
-                    owned.setdefault(ranks[0], []).extend(p for p in pieces if p.source)
+                for local_boxes, ranks in source.shards(name):
+                    owned.setdefault(ranks[0], []).extend(p for p in local_boxes if p.source)
             sends, pack, unpack = [], None, []
-            for owner, pieces in sorted(owned.items()):
+            for owner, local_boxes in sorted(owned.items()):
                 flat, at = [], 0
-                for piece in pieces:
+                for local_box in local_boxes:
                     flat.append(
-                        piece._replace(
-                            tensor="bucket", offset=at, strides=contiguous_strides(piece.shape)
+                        local_box._replace(
+                            tensor="bucket", offset=at, strides=contiguous_strides(local_box.shape)
                         )
                     )
-                    at += piece.numel
+                    at += local_box.numel
                 if owner == rank:
-                    rows = [Parcel(p.box, p, f) for p, f in zip(pieces, flat, strict=True)]
+                    rows = [Parcel(p.box, p, f) for p, f in zip(local_boxes, flat, strict=True)]
                     pack = table_of(direct_rows(rows, source_index, {"bucket": 0}))
                 rows = [Parcel(f.box, f, _whole(f, shapes[f.name])) for f in flat]
                 unpack.append(table_of(direct_rows(rows, {"bucket": 0}, whole_index)))
@@ -67,7 +69,7 @@ class GatherBroadcast:
             wanted = set(names)
             cut = [
                 Parcel(p.box, _whole(p, shapes[p.name]), p)
-                for p in target.pieces(rank)
+                for p in target.local_boxes(rank)
                 if p.name in wanted
             ]
             take = table_of(direct_rows(cut, whole_index, target_index))

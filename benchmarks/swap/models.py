@@ -9,10 +9,12 @@ from gyre_megatron.config.model import Architecture, MoeArchitecture
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.training import parallel
 from gyre_megatron.training.model import build_model_chunks
+from gyre_megatron.weights.boxes import LocalTensor
+from gyre_megatron.weights.layout import ListedLayout
 from gyre_megatron.weights.megatron import MegatronLayout, bind, layout_of
 from gyre_megatron.weights.sglang import SglangLayout
 
-NUM_RANKS = 4
+NUM_RANKS = 2
 
 
 def architecture(scale: str) -> Architecture:
@@ -42,10 +44,11 @@ def architecture(scale: str) -> Architecture:
     )
 
 
-TRAIN = TrainingConfig(tp=2, pp=2, ep=2, etp=1, dtype="bf16")
-MEGATRON_TARGET = TrainingConfig(tp=1, pp=1, ep=2, etp=1, dtype="bf16")
-"""A layout that `megatron.core.resharding` can reach: EP stays, because SequentialMLP experts are
+TRAIN = TrainingConfig(tp=1, pp=2, ep=1, etp=1, dtype="bf16")
+MEGATRON_TARGET = TrainingConfig(tp=1, pp=1, ep=1, etp=1, dtype="bf16")
+"""A layout that `megatron.core.resharding` can reach: experts stay whole, SequentialMLP's are
 not renumbered."""
+MEGATRON_PAIR = "pp2 -> pp1, dp2"
 
 
 def build(
@@ -82,3 +85,20 @@ def serving(arch: Architecture, tp: int, ep: int) -> tuple[SglangLayout, dict[st
     layout = SglangLayout(arch, tp, ep)
     local = layout.tensors(dist.get_rank())
     return layout, {t.key: torch.zeros(t.shape, dtype=torch.bfloat16) for t in local}
+
+
+def prefixed(layout: SglangLayout) -> ListedLayout:
+    """The layout with keys "<rank>/<parameter>", as a publish numbers the engine's ranks."""
+    return ListedLayout(
+        [
+            [
+                LocalTensor(
+                    f"{rank}/{key}",
+                    shape,
+                    tuple(box._replace(tensor=f"{rank}/{key}") for box in boxes),
+                )
+                for key, shape, boxes in layout.tensors(rank)
+            ]
+            for rank in range(layout.num_ranks)
+        ]
+    )

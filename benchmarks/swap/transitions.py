@@ -24,15 +24,16 @@ from benchmarks.swap import models
 from benchmarks.swap.ranks import run_ranks
 from gyre_megatron.config.cluster import EngineConfig
 from gyre_megatron.config.model import Architecture
+from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.engines.client import EngineHttp
 from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.engines.server import ServerSpec, SglangServer
 from gyre_megatron.training import parallel
 from gyre_megatron.weights.canonical import canonical_tensors
 from gyre_megatron.weights.cell_sync import CellWeightSync
-from gyre_megatron.weights.chain import chain_broadcast
+from gyre_megatron.weights.chain import CellChain
 from gyre_megatron.weights.engine import ServingEngine
-from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
+from gyre_megatron.weights.process_groups import CellTopology
 
 PROMPT = list(range(20, 84))
 
@@ -191,21 +192,19 @@ def _rollout_to_train(server: SglangServer, arch: Architecture) -> dict[str, Any
 def _chain(num_parameters: int) -> dict[str, float]:
     """Two cells of four ranks: shards go from cell 0 to cell 1 at every position; then gradients
     are cleared."""
-    from datetime import timedelta
-
-    rank, topology = dist.get_rank(), CellTopology(2 * models.NUM_RANKS, 2)
+    rank = dist.get_rank()
+    topology = CellTopology(2 * models.NUM_RANKS, 2)
     store = dist.distributed_c10d._get_default_store()
-    groups = CrossCellGroups(store, topology, rank, timedelta(seconds=120))
-    shard = torch.full(
-        (num_parameters // models.NUM_RANKS,), float(groups.cell), dtype=torch.bfloat16
-    )
-    gradients = torch.ones(num_parameters // models.NUM_RANKS)
-    chain_broadcast([shard], groups, 2)
+    chain = CellChain(WeightsConfig(), store, topology, rank)
+    size = num_parameters // models.NUM_RANKS
+    shard = torch.full((size,), float(chain.cell), dtype=torch.bfloat16)
+    gradients = torch.ones(size)
+    chain.take_core_weights([shard], [1])
     seconds = []
     for _ in range(3):
         dist.barrier()
         start = time.perf_counter()
-        chain_broadcast([shard], groups, 2)
+        chain.take_core_weights([shard], [1])
         dist.barrier()
         middle = time.perf_counter()
         gradients.zero_()

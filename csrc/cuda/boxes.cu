@@ -145,7 +145,9 @@ at::Tensor to_device(const void* data, int64_t bytes, at::Device device) {
   return host.to(device, /*non_blocking=*/true);
 }
 
-Launch prepare(at::TensorList sources, at::TensorList targets, const at::Tensor& table, at::Device device) {
+// With `writes` false only the targets' dtypes matter, and they may be empty.
+Launch prepare(at::TensorList sources, at::TensorList targets, const at::Tensor& table, at::Device device,
+               bool writes) {
   TORCH_CHECK(table.device().is_cpu() && table.scalar_type() == at::kLong && table.dim() == 2 &&
                   table.size(1) == gyre::kBoxColumns && table.is_contiguous(),
               "table must be a contiguous int64 CPU tensor of shape [boxes, ", gyre::kBoxColumns, "], found ",
@@ -163,7 +165,8 @@ Launch prepare(at::TensorList sources, at::TensorList targets, const at::Tensor&
       const int64_t end = offset + gyre::reach(raw, stride);
       const int64_t have = static_cast<int64_t>(tensor->storage().nbytes() / tensor->element_size()) -
                            tensor->storage_offset();
-      TORCH_CHECK(offset >= 0 && end < have, "box ", row, " ends at element ", end, " of a tensor of ", have);
+      const bool touched = writes || tensor == &source;
+      TORCH_CHECK(!touched || (offset >= 0 && end < have), "box ", row, " ends at element ", end, " of a tensor of ", have);
     }
     const bool same = source.scalar_type() == target.scalar_type();
     TORCH_CHECK(same || (source.is_floating_point() && target.is_floating_point() && source.element_size() > 1 &&
@@ -194,7 +197,7 @@ void copy_boxes_cuda(at::TensorList sources, at::TensorList targets, const at::T
   if (table.size(0) == 0) return;
   const at::Device device = device_of(sources, targets);
   const c10::cuda::CUDAGuard guard(device);
-  const Launch launch = prepare(sources, targets, table, device);
+  const Launch launch = prepare(sources, targets, table, device, true);
   copy_boxes_sm80<<<blocks_for(launch.num_tasks), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
       reinterpret_cast<const DeviceBox*>(launch.boxes.const_data_ptr()),
       reinterpret_cast<const Task*>(launch.tasks.const_data_ptr()), launch.num_tasks);
@@ -206,7 +209,7 @@ at::Tensor checksum_boxes_cuda(at::TensorList sources, at::TensorList targets, c
   const c10::cuda::CUDAGuard guard(device);
   at::Tensor sums = at::zeros({static_cast<int64_t>(targets.size())}, at::TensorOptions(device).dtype(at::kLong));
   if (table.size(0) == 0) return sums;
-  const Launch launch = prepare(sources, targets, table, device);
+  const Launch launch = prepare(sources, targets, table, device, false);
   checksum_boxes_sm80<<<blocks_for(launch.num_tasks), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
       reinterpret_cast<const DeviceBox*>(launch.boxes.const_data_ptr()),
       reinterpret_cast<const Task*>(launch.tasks.const_data_ptr()), launch.num_tasks,
@@ -215,9 +218,15 @@ at::Tensor checksum_boxes_cuda(at::TensorList sources, at::TensorList targets, c
   return sums;
 }
 
+at::Tensor copy_boxes_with_checksums_cuda(at::TensorList sources, at::TensorList targets, const at::Tensor& table) {
+  copy_boxes_cuda(sources, targets, table);
+  return checksum_boxes_cuda(sources, targets, table);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(gyre, CUDA, m) {
   m.impl("copy_boxes", copy_boxes_cuda);
   m.impl("checksum_boxes", checksum_boxes_cuda);
+  m.impl("copy_boxes_with_checksums", copy_boxes_with_checksums_cuda);
 }

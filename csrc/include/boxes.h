@@ -73,8 +73,10 @@ GYRE_HD int64_t reach(const Box& b, const int64_t* stride) {
 }
 
 // Weight of an element in a checksum; 31 bits, so that a product with 32 bits of data fits 64.
+constexpr int64_t kPositionMask = 0x7fffffff;
+
 GYRE_HD uint64_t checksum_weight(int64_t position) {
-  return static_cast<uint32_t>(2 * static_cast<uint64_t>(position & 0x7fffffff) + 1);
+  return static_cast<uint32_t>(2 * static_cast<uint64_t>(position & kPositionMask) + 1);
 }
 
 }  // namespace gyre

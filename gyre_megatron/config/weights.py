@@ -14,9 +14,18 @@ from gyre_megatron.config.base import Section, UserPath
 class WeightsConfig(Section):
     """The hot-swap layer."""
 
-    transport: Literal["auto", "ipc", "collective", "mooncake", "file"] = "auto"
-    """What carries buckets between the ranks of a cell. `auto` is `ipc` where all ranks share a
-    host (one copy less) and `collective` (NCCL or gloo) otherwise."""
+    transport: str = "auto"
+    """What carries weights between ranks, into the engine of a cell and down the chain of cells:
+    `ipc` (shared memory; ranks of one host write straight into the engine's next version),
+    `collective` (gloo or NCCL), `mooncake`, `file`, or a `module:function` of your own. `auto` is
+    `ipc` where all ranks see the same shared memory, and otherwise `collective` between hosts and
+    shared memory within."""
+    interface: str | None = None
+    """Network interface (its name, or an address of this host) that gloo and Mooncake listen on and
+    that a cell's engine serves on; NCCL reads NCCL_SOCKET_IFNAME. Unset: the one over which the
+    host of rank 0 is reached."""
+    file_dir: UserPath | None = None
+    """Where the `file` transport keeps buckets on their way; all ranks must see it."""
     mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
     """What the Transfer Engine speaks; `rdma` where the ranks have InfiniBand or RoCE ports."""
     staging_mib: int = Field(128, ge=1)
@@ -34,6 +43,3 @@ class WeightsConfig(Section):
     shared_memory_dir: UserPath = Path("/dev/shm")
     """Where the next version's copy is assembled on the engine's host; must be memory-backed to be
     fast."""
-    chunk_mib: int = Field(32, ge=1)
-    """Size of the pieces that travel down the chain of cells: small enough to pipeline, large
-    enough for full rate."""

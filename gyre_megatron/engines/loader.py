@@ -4,115 +4,219 @@ place.
 SGLang calls `load` through `--custom-weight-loader`, in each tensor-parallel rank, between two
 forward steps. A command arrives as the name of an empty tensor. The next version is assembled
 beside the old one in shared memory (the shadow) while the engine keeps serving; only `commit`
-touches live parameters, by copies inside this process into the same storage. A command that fails
-answers with its reason and changes nothing.
+touches live parameters, by copies inside this process into the same storage.
+
+Invariants: nothing is raised into SGLang, whose scheduler would die of it; what can be refused is
+refused at `attach`; a command whose publisher has given up changes nothing.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import time
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gyre_megatron.config.model import Architecture
+from gyre_megatron.engines.fp8_parameters import SCALE_SUFFIX, as_received, check_fp8, install_fp8
 from gyre_megatron.engines.probe import probe
-from gyre_megatron.errors import GyreError, LayoutError, TransferError
-from gyre_megatron.ops.fp8 import quantize_blocks
-from gyre_megatron.weights.shadow import SHADOW_FILE, STATUS_FILE, Shadow, checksums, tensor_specs
+from gyre_megatron.errors import LayoutError, TransferError
+from gyre_megatron.weights.boxes import LocalBox
+from gyre_megatron.weights.messages import (
+    CLAIMED_FILE,
+    PERMIT_FILE,
+    SHADOW_FILE,
+    STATUS_FILE,
+    Command,
+    Status,
+    decode_command,
+    encode,
+)
+from gyre_megatron.weights.shadow import Shadow, TensorSpec, checksums, tensor_specs
+from gyre_megatron.weights.shared_memory import is_owned
 
 LOADER = f"{__name__}.load"
 """Pass this to SGLang as --custom-weight-loader."""
 
-SCALE_SUFFIX = "_scale_inv"
-"""SGLang names the scales of `x.weight` `x.weight_scale_inv`."""
-
 Parameters = dict[str, torch.Tensor]
 
-_attached: dict[str, Shadow] = {}
-"""Directory of a publisher -> its shadow of this process's model."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Attached:
+    """A publisher's shadow of one model of this process."""
+
+    model: weakref.ref[torch.nn.Module]
+    shadow: Shadow
+
+
+@dataclass
+class _Answer:
+    """What a command has to say beside its success."""
+
+    tensors: list[TensorSpec] = field(default_factory=list)
+    local_boxes: list[LocalBox] = field(default_factory=list)
+    changed: bool = False
+    """Set as soon as live parameters may have been changed, so that it is right in a failure."""
+
+
+_attached: dict[str, _Attached] = {}
+"""By the publisher's directory."""
 
 
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """SGLang's entry point: run the command in the first tensor's name and write the outcome beside
-    the shadow."""
-    command = json.loads(named_tensors[0][0])
-    rank = _tp_rank()
-    directory = Path(command["directory"])
-    start = time.perf_counter()
+    the shadow. Raises nothing; what cannot be answered goes to SGLang's log."""
     try:
-        answer = _COMMANDS[command["op"]](model, command, rank)
-        status = {"ok": True, **answer}
-    except (GyreError, OSError, RuntimeError, ValueError, KeyError) as error:
-        status = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-    status |= {"rank": rank, "serial": command["serial"], "seconds": time.perf_counter() - start}
-    _write(directory / STATUS_FILE.format(rank=rank), status)
+        command = decode_command(named_tensors[0][0])
+        _answer(model, command)
+    except Exception:
+        logger.exception("gyre: a weight command was not answered")
 
 
-def _attach(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
+def _answer(model: torch.nn.Module, command: Command) -> None:
+    start = time.perf_counter()
+    rank = _tp_rank()
+    if not is_owned(Path(command.directory)):
+        _attached.pop(command.directory, None)
+        logger.warning("gyre: weight command %s is stale: its publisher has given up", command.op)
+        return
+    answer = _Answer()
+    error = ""
+    try:
+        if command.op not in _COMMANDS:
+            raise TransferError(f"unknown command {command.op!r}; it knows {', '.join(_COMMANDS)}")
+        _COMMANDS[command.op](model, command, rank, answer)
+    except Exception as failure:
+        # Whatever it is: a model's own load_weights runs in here.
+        logger.exception("gyre: weight command %s failed", command.op)
+        error = f"{type(failure).__name__}: {failure}"
+    status = Status(
+        rank=rank,
+        serial=command.serial,
+        ok=not error,
+        error=error,
+        seconds=time.perf_counter() - start,
+        changed=answer.changed,
+        tensors=answer.tensors,
+        local_boxes=answer.local_boxes,
+    )
+    _write(Path(command.directory) / STATUS_FILE.format(rank=rank), status)
+
+
+def _attach(model: torch.nn.Module, command: Command, rank: int, answer: _Answer) -> None:
     """Describe this rank's parameters and make the shadow for the next version."""
-    architecture = Architecture.model_validate(command["architecture"])
+    _refuse_more_models(model, command)
+    architecture = Architecture.model_validate(command.architecture)
     parameters = _parameters(model)
-    pieces = probe(model, architecture, parameters)
-    specs = tensor_specs({key: _as_received(tensor) for key, tensor in parameters.items()})
-    for directory in [
-        d for d in _attached if not Path(d).is_dir()
-    ]:  # its publisher gave up or is gone
+    check_fp8(model)
+    answer.local_boxes = probe(model, architecture, parameters)
+    # Once for certain: what it derives from the weights that are there now is what is there now.
+    _refresh_in_place(model, parameters)
+    answer.tensors = tensor_specs({key: as_received(t) for key, t in parameters.items()})
+    for directory in [d for d in _attached if not is_owned(Path(d))]:
         del _attached[directory]
-    path = Path(command["directory"]) / SHADOW_FILE.format(rank=rank)
-    _attached[command["directory"]] = Shadow.create(path, specs)
-    return {"tensors": [spec._asdict() for spec in specs], "pieces": pieces}
+    path = Path(command.directory) / SHADOW_FILE.format(rank=rank)
+    shadow = Shadow.create(path, answer.tensors)
+    _attached[command.directory] = _Attached(weakref.ref(model), shadow)
 
 
-def _verify(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
+def _refuse_more_models(model: torch.nn.Module, command: Command) -> None:
+    """One shadow is for one model: SGLang runs each command once for each model that it serves.
+
+    Raises:
+        LayoutError: there is a draft model beside the target, or a pipeline stage.
+    """
+    other = _attached.pop(command.directory, None)
+    first = None if other is None else other.model()
+    if first is not None and first is not model:
+        raise LayoutError(
+            f"the engine serves two models, {type(first).__name__} and {type(model).__name__}; "
+            "weights of a draft model are not published: start it without speculative decoding"
+        )
+    if (stages := _num_stages()) > 1:
+        raise LayoutError(
+            f"the engine has {stages} pipeline stages; weights are published to one stage: start "
+            "it with --pp-size 1 and more tensor parallelism"
+        )
+
+
+def _verify(model: torch.nn.Module, command: Command, rank: int, answer: _Answer) -> None:
     """Check the assembled version against the senders' checksums."""
     shadow = _shadow(command)
-    expected = command["checksums"]
-    if expected is None:
-        return {}
+    if command.checksums is None:
+        return
+    expected = command.checksums[rank]
     found = checksums(shadow.tensors)
-    wrong = [key for key, value in expected[rank].items() if found[key] != value]
+    unknown = sorted(found.keys() ^ expected.keys())
+    if unknown:
+        raise TransferError(
+            f"{len(unknown)} tensors of engine rank {rank} came without a checksum, first "
+            f"{unknown[:3]}: nobody sent them"
+        )
+    wrong = [key for key, value in expected.items() if found[key] != value]
     if wrong:
         raise TransferError(
             f"{len(wrong)} tensors arrived damaged on engine rank {rank}, first {wrong[:3]}"
         )
-    return {"verified": len(found)}
 
 
 @torch.no_grad()
-def _commit(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
+def _commit(model: torch.nn.Module, command: Command, rank: int, answer: _Answer) -> None:
     """Copy the assembled version into the live parameters, keeping their storage; refresh what
     derives from them."""
     shadow = _shadow(command)
     parameters = _parameters(model)
-    before = {key: tensor.data_ptr() for key, tensor in parameters.items()}
     scales = {name: p.data for name, p in model.named_parameters() if name.endswith(SCALE_SUFFIX)}
+    _claim_permit(Path(command.directory))
+    answer.changed = True
     for key, tensor in parameters.items():
         if tensor.dtype == torch.float8_e4m3fn:
-            values, scale = quantize_blocks(shadow.tensors[key].to(tensor.device))
-            tensor.copy_(values)
-            scales[key + SCALE_SUFFIX].copy_(scale)
+            install_fp8(shadow.tensors[key], tensor, scales[key + SCALE_SUFFIX])
         else:
             tensor.copy_(shadow.tensors[key], non_blocking=True)
+    _refresh_in_place(model, parameters)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _claim_permit(directory: Path) -> None:
+    """Make the commit final, or find that the publisher has taken it back.
+
+    The first rank renames the permit, which the publisher would rename, too: exactly one of them
+    succeeds, and the other ranks find what was decided.
+    """
+    try:
+        os.rename(directory / PERMIT_FILE, directory / CLAIMED_FILE)
+    except FileNotFoundError:
+        if not (directory / CLAIMED_FILE).exists():
+            raise TransferError("the publisher took its permit back; nothing was changed") from None
+
+
+def _refresh_in_place(model: torch.nn.Module, parameters: Parameters) -> None:
+    """Recompute what SGLang derives from parameters while loading: MLA's split kv_b, norms stored
+    minus one.
+
+    Raises:
+        LayoutError: a parameter's storage moved, so that captured graphs would read the old one.
+    """
+    before = {key: tensor.data_ptr() for key, tensor in parameters.items()}
     _refresh_derived(model)
     moved = [key for key, tensor in _parameters(model).items() if tensor.data_ptr() != before[key]]
     if moved:
-        raise TransferError(
+        raise LayoutError(
             f"refreshing derived tensors moved the storage of {moved[:3]}; captured graphs are "
             "stale"
         )
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return {"nbytes": shadow.nbytes}
 
 
 def _refresh_derived(model: torch.nn.Module) -> None:
-    """Recompute what SGLang derives from parameters while loading: MLA's split kv_b, norms stored
-    minus one."""
     from sglang.srt.model_loader.loader import post_load_weights
 
     post_load_weights(model)
@@ -121,57 +225,33 @@ def _refresh_derived(model: torch.nn.Module) -> None:
             module.refresh_gemma_weight()  # type: ignore[operator]
 
 
-def _seal(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
+def _seal(model: torch.nn.Module, command: Command, rank: int, answer: _Answer) -> None:
     """Nothing: SGLang records the version that comes with this command, after every rank has
     committed."""
-    return {}
 
 
-def _detach(model: torch.nn.Module, command: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Drop the shadow, e.g. after a swap that was given up half-way."""
-    _attached.pop(command["directory"], None)
-    return {}
-
-
-_COMMANDS: dict[str, Callable[[torch.nn.Module, dict[str, Any], int], dict[str, Any]]] = {
+_COMMANDS: dict[str, Callable[[torch.nn.Module, Command, int, _Answer], None]] = {
     "attach": _attach,
     "verify": _verify,
     "commit": _commit,
     "seal": _seal,
-    "detach": _detach,
 }
 
 
 def _parameters(model: torch.nn.Module) -> Parameters:
     """Live parameters by name, one name per storage (a tied output layer is its embedding), without
-    block scales.
-
-    Raises:
-        LayoutError: an FP8 weight has no block scale beside it, so this loader does not know how to
-        quantise it.
-    """
+    block scales."""
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.float8_e4m3fn and name + SCALE_SUFFIX not in tensors:
-            raise LayoutError(
-                f"{name} is FP8 without {SCALE_SUFFIX}; only 128 x 128 block scales can be "
-                "installed"
-            )
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE_SUFFIX)}
 
 
-def _as_received(tensor: torch.Tensor) -> torch.Tensor:
-    """FP8 weights arrive as bf16 and are quantised here, where whole blocks are at hand."""
-    return tensor.to("meta", torch.bfloat16) if tensor.dtype == torch.float8_e4m3fn else tensor
-
-
-def _shadow(command: dict[str, Any]) -> Shadow:
-    shadow = _attached.get(command["directory"])
-    if shadow is None:
+def _shadow(command: Command) -> Shadow:
+    attached = _attached.get(command.directory)
+    if attached is None:
         raise TransferError(
-            f"no shadow of {command['directory']} is attached to this engine; attach first"
+            f"no shadow of {command.directory} is attached to this engine; attach first"
         )
-    return shadow
+    return attached.shadow
 
 
 def _tp_rank() -> int:
@@ -180,7 +260,13 @@ def _tp_rank() -> int:
     return int(get_parallel().tp_rank)
 
 
-def _write(path: Path, status: dict[str, Any]) -> None:
+def _num_stages() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().pp_size)
+
+
+def _write(path: Path, status: Status) -> None:
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(status))
+    partial.write_bytes(encode(status))
     os.replace(partial, path)

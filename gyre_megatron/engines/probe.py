@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.errors import LayoutError
-from gyre_megatron.weights.boxes import Index, contiguous_strides
+from gyre_megatron.weights.boxes import Index, LocalBox, contiguous_strides
 from gyre_megatron.weights.canonical import canonical_tensors
 
 aten = torch.ops.aten
@@ -27,9 +26,6 @@ aten = torch.ops.aten
 _ALIASING = {aten._to_copy.default, aten.clone.default, aten.contiguous.default}
 """Operators whose result, for a tensor without data, may be taken as the same elements in the same
 order."""
-
-PlainPiece = tuple[str, Index, Index, str, int, Index]
-"""name, start, shape, tensor key, offset, strides: a `Piece` as JSON."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -93,7 +89,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def probe(
     model: torch.nn.Module, architecture: Architecture, parameters: dict[str, torch.Tensor]
-) -> list[PlainPiece]:
+) -> list[LocalBox]:
     """Where every part of the checkpoint lands in `parameters`.
 
     Raises:
@@ -118,19 +114,19 @@ def probe(
             f"{len(recorder.refused)} "
             "parameters have no plan and cannot be hot-swapped"
         )
-    pieces: list[PlainPiece] = []
+    local_boxes: list[LocalBox] = []
     for name, source, key, destination in recorder.copies:
-        pieces += _pieces(name, shapes[name], source, key, destination)
-    _check_filled(parameters, pieces, recorder.cleared)
-    return pieces
+        local_boxes += _boxes_of(name, shapes[name], source, key, destination)
+    _check_filled(parameters, local_boxes, recorder.cleared)
+    return local_boxes
 
 
 def _check_filled(
-    parameters: dict[str, torch.Tensor], pieces: list[PlainPiece], cleared: dict[str, int]
+    parameters: dict[str, torch.Tensor], local_boxes: list[LocalBox], cleared: dict[str, int]
 ) -> None:
     filled: dict[str, int] = dict(cleared)
-    for _, _, shape, key, _, _ in pieces:
-        filled[key] = filled.get(key, 0) + prod(shape)
+    for box in local_boxes:
+        filled[box.tensor] = filled.get(box.tensor, 0) + box.numel
     wrong = [
         f"{k} ({filled.get(k, 0)} of {p.numel()})"
         for k, p in parameters.items()
@@ -144,9 +140,9 @@ def _check_filled(
         )
 
 
-def _pieces(
+def _boxes_of(
     name: str, shape: Index, source: torch.Tensor, key: str, destination: torch.Tensor
-) -> Iterator[PlainPiece]:
+) -> Iterator[LocalBox]:
     """One recorded copy as boxes: dimensions are merged, then matched with the checkpoint tensor's
     own."""
     if source.shape != destination.shape:
@@ -172,7 +168,8 @@ def _pieces(
         steps = tuple(placed[dim][1] if dim in placed else 0 for dim in range(len(shape)))
         if any(at + size > whole for at, size, whole in zip(start, sizes, shape, strict=True)):
             raise LayoutError(f"{key} takes elements of {name} that do not form a box")
-        yield name, start, sizes, key, int(destination.storage_offset()) + shift_target, steps
+        offset = int(destination.storage_offset()) + shift_target
+        yield LocalBox(name, start, sizes, key, offset, steps)
 
 
 def _match(

@@ -210,6 +210,10 @@ class SglangServer:
             self.check_alive()
             raise
 
+    def get(self, path: str, timeout_s: float = 30.0) -> Any:
+        """GET from the server; see EngineHttp.get."""
+        return self.http.get(path, timeout_s)
+
     def stop(self) -> None:
         """End the server and everything it started; safe to call twice."""
         if self._process is None:

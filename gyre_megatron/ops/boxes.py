@@ -43,11 +43,20 @@ def checksum_boxes(
     the target.
 
     Args:
-        targets: only their dtypes matter.
+        targets: only their dtypes matter; they may be empty.
     """
     if not len(table):
         return [0] * len(targets)
     return torch.ops.gyre.checksum_boxes(list(sources), list(targets), table).tolist()
+
+
+def copy_boxes_with_checksums(
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], table: torch.Tensor
+) -> list[int]:
+    """`copy_boxes` and `checksum_boxes` in one pass over the sources; arguments as for both."""
+    if not len(table):
+        return [0] * len(targets)
+    return torch.ops.gyre.copy_boxes_with_checksums(list(sources), list(targets), table).tolist()
 
 
 def box_checksum(tensor: torch.Tensor) -> int:

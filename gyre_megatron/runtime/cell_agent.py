@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.engines.server import SglangServer
 from gyre_megatron.errors import CellError, GyreError
 from gyre_megatron.runtime.control_client import ControlClient
@@ -42,7 +41,7 @@ from gyre_megatron.scheduler.orders import (
 )
 from gyre_megatron.trajectory.packing import PackedBin
 from gyre_megatron.weights.cell_sync import CellWeightSync
-from gyre_megatron.weights.chain import chain_broadcast
+from gyre_megatron.weights.chain import CellChain
 from gyre_megatron.weights.process_groups import CrossCellGroups
 
 if TYPE_CHECKING:
@@ -59,9 +58,9 @@ class CellParts:
         trainer: this rank's Megatron trainer.
         weight_sync: installs the cell's training weights into its engine.
         groups: process groups to the same position of other cells.
+        chain: brings the core's weights to the same position of other cells.
         parity: compares trainer and engine.
         directory: where the run's checkpoints are.
-        weights: chunk size and time limit of the chain of cells.
         server: the cell's SGLang server; None on ranks that do not lead their cell.
         client: connection to the control plane; None on ranks that do not lead their cell.
     """
@@ -69,27 +68,18 @@ class CellParts:
     trainer: Trainer
     weight_sync: CellWeightSync
     groups: CrossCellGroups
+    chain: CellChain
     parity: ParityCheck
     directory: RunDirectory
-    weights: WeightsConfig
     server: SglangServer | None
     client: ControlClient | None
 
 
-def take_core_weights(
-    trainer: Trainer, groups: CrossCellGroups, cells: Sequence[int], config: WeightsConfig
-) -> None:
+def take_core_weights(trainer: Trainer, chain: CellChain, cells: Sequence[int]) -> None:
     """Bring the trainers of `cells` to the core's weights, down the chain of cells; called by the
     core and all of them. Nothing changes in the core."""
-    chain_broadcast(
-        trainer.parameter_buffers(),
-        groups,
-        max(cells, default=0) + 1,
-        config.chunk_mib << 20,
-        config.timeout_s,
-        chain=(0, *cells),
-    )
-    if groups.cell != 0:
+    chain.take_core_weights(trainer.parameter_buffers(), cells)
+    if chain.cell != 0:
         # Not in the core: it only sent, and its optimizer's fp32 weights are finer than the bf16
         # ones they would be read back from.
         trainer.weights_changed()
@@ -241,7 +231,7 @@ class CellAgent:
 
     def _take_core_weights(self, version: int, cells: Sequence[int]) -> None:
         parts = self._parts
-        take_core_weights(parts.trainer, parts.groups, cells, parts.weights)
+        take_core_weights(parts.trainer, parts.chain, cells)
         self.version = version
 
     def _checkpoint(self, order: Checkpoint) -> Metrics:

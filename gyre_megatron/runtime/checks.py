@@ -19,6 +19,7 @@ from gyre_megatron.proxy.extensions import load_extensions as load_proxy_extensi
 from gyre_megatron.scheduler import SchedulerState, decide
 from gyre_megatron.trajectory.advantages import ADVANTAGES
 from gyre_megatron.weights.process_groups import CellTopology
+from gyre_megatron.weights.transports.choose import check_transport
 
 
 def check_inputs(config: GyreConfig) -> None:
@@ -33,6 +34,7 @@ def check_inputs(config: GyreConfig) -> None:
     check_writable(config.run.root / config.run.name)
     load_harness_extensions(config.rollout.harness)
     load_proxy_extensions(config.rollout.proxy)
+    check_transport(config.weights)
     ADVANTAGES.load(config.rollout.processor.advantage)
     nothing_yet = SchedulerState.at_start(config.cluster.num_cells, config.run.num_steps)
     decide(nothing_yet, config.scheduler)  # loads the policy and asks it once

@@ -7,7 +7,6 @@ rendezvous -> (rank 0) model checkpoint and control plane -> (leaders) SGLang se
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from gyre_megatron import training
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.config.model import Architecture
-from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.cpu import enable_cpu
 from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.engines.server import ServerSpec, SglangServer
@@ -40,7 +38,9 @@ from gyre_megatron.runtime.protocol import (
 from gyre_megatron.runtime.run_directory import RunDirectory
 from gyre_megatron.training.extensions import check_extensions
 from gyre_megatron.weights.cell_sync import CellWeightSync
+from gyre_megatron.weights.chain import CellChain
 from gyre_megatron.weights.engine import ServingEngine
+from gyre_megatron.weights.network import local_address
 from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
 
 TINY_MODEL_MAKERS: ExtensionPoint = ExtensionPoint(
@@ -190,9 +190,11 @@ def _on_one_node() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
 
 
-def _engine_host(config: GyreConfig) -> str:
+def _engine_host(config: GyreConfig, place: RankPlace) -> str:
     """This node's own address; the control plane's where there is only one node."""
-    return config.cluster.host if _on_one_node() else socket.gethostbyname(socket.gethostname())
+    if _on_one_node():
+        return config.cluster.host
+    return local_address(config.weights.interface, place.store)
 
 
 def _start_server(
@@ -202,7 +204,7 @@ def _start_server(
         checkpoint=checkpoint,
         tp=config.engine.tp or place.topology.ranks_per_cell,
         device="cuda" if torch.cuda.is_available() else "cpu",
-        host=_engine_host(config),
+        host=_engine_host(config, place),
         port=0,
         log_file=directory.log_file(f"engine_cell{place.cell}"),
         base_gpu_id=int(os.environ.get("LOCAL_RANK", "0")),
@@ -221,6 +223,8 @@ def _build_parts(
 ) -> CellParts:
     """Build this rank's trainer and connections; collective over the job."""
     groups = _connect(config, place)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chain = CellChain(config.weights, place.store, place.topology, place.rank, device)
     checkpoint = Path(started.checkpoint)
     architecture = Architecture.from_checkpoint(checkpoint, config.model.family)
     directory = RunDirectory(config.run.root / config.run.name)
@@ -228,7 +232,7 @@ def _build_parts(
         config.training, architecture, checkpoint, with_optimizer=place.cell == 0
     )
     if started.step > 0:
-        _restore(trainer, groups, directory, config.weights)
+        _restore(trainer, chain, place.topology, directory)
     engine_tp = config.engine.tp or place.topology.ranks_per_cell
     engine = ServingEngine(server, engine_tp, LOADER) if server else None
     weight_sync = CellWeightSync(
@@ -239,9 +243,9 @@ def _build_parts(
         trainer=trainer,
         weight_sync=weight_sync,
         groups=groups,
+        chain=chain,
         parity=parity,
         directory=directory,
-        weights=config.weights,
         server=server,
         client=client if place.is_leader else None,
     )
@@ -261,29 +265,29 @@ def _connect(config: GyreConfig, place: RankPlace) -> CrossCellGroups:
         world_size=place.topology.ranks_per_cell,
         timeout=timeout,
     )
-    return CrossCellGroups(place.store, place.topology, place.rank, timeout)
+    address = local_address(config.weights.interface, place.store)
+    return CrossCellGroups(place.store, place.topology, place.rank, timeout, address)
 
 
 def _restore(
-    trainer: training.Trainer,
-    groups: CrossCellGroups,
-    directory: RunDirectory,
-    weights: WeightsConfig,
+    trainer: training.Trainer, chain: CellChain, topology: CellTopology, directory: RunDirectory
 ) -> None:
     """The core reads the latest checkpoint; every other cell takes its weights from the core."""
-    if groups.cell == 0:
+    if chain.cell == 0:
         latest = directory.latest_checkpoint()
         if latest is None:
             raise CellError(
                 f"the checkpoint in {directory.checkpoints} disappeared while the run was starting"
             )
         trainer.load_checkpoint(latest.directory)
-    take_core_weights(trainer, groups, range(1, groups.topology.num_cells), weights)
+    take_core_weights(trainer, chain, range(1, topology.num_cells))
 
 
 def _register(agent: CellAgent, parts: CellParts, step: int) -> None:
     """Bring the engine to the trainer's weights where a checkpoint moved them, then announce the
     cell."""
+    # While no call is in flight: what the engine refuses is known now, and no publish pauses for it.
+    parts.weight_sync.attach()
     metrics = agent.install(step) if step > 0 else agent.measure_parity()
     if parts.client is not None and parts.server is not None:
         gap = metrics[LOGPROB_GAP]

@@ -4,7 +4,7 @@ Usable without the rest of the package; docs/hot_swap.md shows how in twenty lin
 """
 
 from gyre_megatron.weights.canonical import canonical_tensors
-from gyre_megatron.weights.cell_sync import CellWeightSync, PublishReport
+from gyre_megatron.weights.cell_sync import CellWeightSync, PublishError, PublishReport
 from gyre_megatron.weights.chain import chain_broadcast
 from gyre_megatron.weights.checkpoint import (
     hf_named_tensors,
@@ -18,19 +18,25 @@ from gyre_megatron.weights.megatron import MegatronLayout, bind, layout_of
 from gyre_megatron.weights.megatron_names import MegatronStyle
 from gyre_megatron.weights.parallel import Parallelism, ParallelRank
 from gyre_megatron.weights.planner import plan_rank
-from gyre_megatron.weights.transports.choose import open_transport
+from gyre_megatron.weights.transports.base import Inbox, Outbox, Transport
+from gyre_megatron.weights.transports.choose import Peers, open_transport
 from gyre_megatron.weights.transports.collective import CollectiveTransport
 
 __all__ = [
     "CellWeightSync",
     "CollectiveTransport",
+    "Inbox",
     "MegatronLayout",
     "MegatronStyle",
+    "Outbox",
     "ParallelRank",
     "Parallelism",
+    "Peers",
+    "PublishError",
     "PublishReport",
     "Resharder",
     "ServingEngine",
+    "Transport",
     "bind",
     "canonical_tensors",
     "chain_broadcast",

@@ -1,10 +1,10 @@
 """The one vocabulary of weight layouts: boxes of canonical tensors and where they lie in local
 storage.
 
-A canonical tensor has a Hugging Face name and a global shape. A `Piece` says that one box of it
+A canonical tensor has a Hugging Face name and a global shape. A `LocalBox` says that one box of it
 lies in one local tensor, at an element offset, with element strides. Fused, stacked, sharded,
-padded and replicated parameters are all lists of pieces; nothing downstream of this module knows
-parameter names. Called by the Megatron and SGLang maps (which make pieces) and by the planner
+padded and replicated parameters are all lists of local boxes; nothing downstream of this module knows
+parameter names. Called by the Megatron and SGLang maps and by the planner
 (which intersects them).
 """
 
@@ -31,7 +31,7 @@ class Box(NamedTuple):
         return prod(self.shape)
 
 
-class Piece(NamedTuple):
+class LocalBox(NamedTuple):
     """One box of canonical tensor `name`, held in the local tensor `tensor`."""
 
     name: str
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
     def offset_of(self, start: Index) -> int:
         """Element offset in the local tensor of canonical index `start`, which lies in this
-        piece."""
+        local box."""
         return self.offset + sum(
             (s - o) * stride for s, o, stride in zip(start, self.start, self.strides, strict=True)
         )
@@ -72,11 +72,11 @@ class Block(NamedTuple):
 
 
 class LocalTensor(NamedTuple):
-    """A local parameter or buffer: its shape and the pieces it holds."""
+    """A local parameter or buffer: its shape and the local boxes it holds."""
 
     key: str
     shape: Index
-    pieces: tuple[Piece, ...]
+    local_boxes: tuple[LocalBox, ...]
 
 
 def contiguous_strides(shape: Sequence[int]) -> Index:
@@ -94,10 +94,12 @@ def stack(key: str, shape: Index, blocks: Iterable[Block], source: bool = True) 
     Raises:
         LayoutError: the blocks do not fill the tensor exactly.
     """
-    pieces, offset = [], 0
+    local_boxes, offset = [], 0
     for name, start, size in blocks:
         if name is not None:
-            pieces.append(Piece(name, start, size, key, offset, contiguous_strides(size), source))
+            local_boxes.append(
+                LocalBox(name, start, size, key, offset, contiguous_strides(size), source)
+            )
         offset += prod(size)
     if offset != prod(shape):
         raise LayoutError(
@@ -105,7 +107,7 @@ def stack(key: str, shape: Index, blocks: Iterable[Block], source: bool = True) 
             "the map does not "
             "fit this module"
         )
-    return LocalTensor(key, shape, tuple(pieces))
+    return LocalTensor(key, shape, tuple(local_boxes))
 
 
 def intersect(a: Box, b: Box) -> Box | None:

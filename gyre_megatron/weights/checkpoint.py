@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.errors import CheckpointError
-from gyre_megatron.weights.boxes import Index, Piece
+from gyre_megatron.weights.boxes import Index, LocalBox
 from gyre_megatron.weights.canonical import canonical_tensors
 from gyre_megatron.weights.executor import Resharder, WireDtype
 from gyre_megatron.weights.layout import WholeLayout
@@ -57,38 +57,42 @@ class CheckpointReader:
     def names(self) -> set[str]:
         return set(self._files)
 
-    def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Yield every piece with its box's values, each file opened once."""
-        by_file: dict[Path, list[Piece]] = {}
-        for piece in pieces:
-            if piece.name not in self._files:
+    def read(self, local_boxes: Sequence[LocalBox]) -> Iterator[tuple[LocalBox, torch.Tensor]]:
+        """Yield every local box with its box's values, each file opened once."""
+        by_file: dict[Path, list[LocalBox]] = {}
+        for local_box in local_boxes:
+            if local_box.name not in self._files:
                 raise CheckpointError(
-                    f"{self.path} has no tensor {piece.name}, which {piece.tensor} needs; the "
+                    f"{self.path} has no tensor {local_box.name}, which {local_box.tensor} needs; the "
                     "checkpoint belongs to "
                     "another architecture"
                 )
-            by_file.setdefault(self._files[piece.name], []).append(piece)
+            by_file.setdefault(self._files[local_box.name], []).append(local_box)
         for file, wanted in by_file.items():
             with safe_open(file, "pt") as opened:
-                for piece in wanted:
-                    yield piece, self._slice(opened, piece)
+                for local_box in wanted:
+                    yield local_box, self._slice(opened, local_box)
 
-    def _slice(self, opened, piece: Piece) -> torch.Tensor:
-        lazy = opened.get_slice(piece.name)
+    def _slice(self, opened, local_box: LocalBox) -> torch.Tensor:
+        lazy = opened.get_slice(local_box.name)
         shape = lazy.get_shape()
-        if len(shape) != len(piece.shape) or any(
-            s + n > have for s, n, have in zip(piece.start, piece.shape, shape, strict=True)
+        if len(shape) != len(local_box.shape) or any(
+            s + n > have for s, n, have in zip(local_box.start, local_box.shape, shape, strict=True)
         ):
             raise CheckpointError(
-                f"{piece.name} has shape {tuple(shape)} in {self.path}, but the architecture needs "
-                f"{piece.box}"
+                f"{local_box.name} has shape {tuple(shape)} in {self.path}, but the architecture needs "
+                f"{local_box.box}"
             )
-        return lazy[tuple(slice(s, s + n) for s, n in zip(piece.start, piece.shape, strict=True))]
+        return lazy[
+            tuple(slice(s, s + n) for s, n in zip(local_box.start, local_box.shape, strict=True))
+        ]
 
 
-def piece_view(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The piece's box as a strided view of its local tensor."""
-    return tensor.as_strided(piece.shape, piece.strides, tensor.storage_offset() + piece.offset)
+def box_view(tensor: torch.Tensor, local_box: LocalBox) -> torch.Tensor:
+    """A local box as a strided view of its local tensor."""
+    return tensor.as_strided(
+        local_box.shape, local_box.strides, tensor.storage_offset() + local_box.offset
+    )
 
 
 @torch.no_grad()
@@ -111,11 +115,11 @@ def load_hf_checkpoint(
     layout = layout_of(architecture, place, model_chunks)
     tensors = bind(layout, place.index, model_chunks)
     for local in layout.tensors(place.index):
-        if sum(piece.numel for piece in local.pieces) < tensors[local.key].numel():
+        if sum(local_box.numel for local_box in local.local_boxes) < tensors[local.key].numel():
             tensors[local.key].zero_()
     nbytes = 0
-    for piece, values in CheckpointReader(path).read(list(layout.pieces(place.index))):
-        piece_view(tensors[piece.tensor], piece).copy_(values)
+    for local_box, values in CheckpointReader(path).read(list(layout.local_boxes(place.index))):
+        box_view(tensors[local_box.tensor], local_box).copy_(values)
         nbytes += values.numel() * values.element_size()
     return nbytes
 

@@ -1,7 +1,8 @@
-"""Runs a plan: pack -> wire -> install, in buckets, with sending and receiving at the same time.
+"""Runs a plan: every process sends and receives at the same time, in buckets or straight into place.
 
 The sender's thread packs the next bucket while the last one is on the wire; the receiver installs
-each bucket as it arrives. Every process walks its peers in the same rounds (send to p+k, receive
+each bucket as it arrives. Where the transport can reach a receiver's targets, nothing is packed:
+the sender writes into them. Every process walks its peers in the same rounds (send to p+k, receive
 from p-k), so no pair waits on a third. The result does not depend on the size of the buckets.
 """
 
@@ -9,56 +10,63 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from gyre_megatron.errors import GyreError, TransferError
-from gyre_megatron.ops.boxes import box_checksum, copy_boxes
-from gyre_megatron.weights.planner import Parcel, RankPlan
-from gyre_megatron.weights.tables import (
-    Bucket,
-    bucketize,
-    direct_rows,
-    pack_rows,
-    table_of,
-    unpack_rows,
-)
-from gyre_megatron.weights.transports.base import Transport
+from gyre_megatron.ops.boxes import copy_boxes
+from gyre_megatron.weights.direct import ArrivedSums, DirectCopies, SourceSums, Sums, add_sums
+from gyre_megatron.weights.planner import RankPlan
+from gyre_megatron.weights.shadow import Window
+from gyre_megatron.weights.streams import TRAILER, Stream, StreamTables, WireDtype, check, seal
+from gyre_megatron.weights.transports.base import Transport, Windows
 
-WireDtype = Callable[[str], torch.dtype]
-"""Canonical name -> the dtype in which it travels."""
-
+__all__ = ["Resharder", "StageTimes", "WireDtype"]
 
 _MIN_BUCKET = 4096
-_TRAILER = 16
-"""Bytes after each bucket: its checksum and its length."""
+_decode_sums = msgspec.msgpack.Decoder(Sums).decode
 
 
 @dataclass
 class StageTimes:
-    """Seconds spent in each stage by one process; stages overlap, so they need not add up to the
-    whole."""
+    """Seconds that one process spent in each stage, and what it moved; stages overlap, so they need
+    not add up to the whole."""
 
+    direct: float = 0.0
+    """Copies into own targets and into peers' windows."""
     pack: float = 0.0
     wire: float = 0.0
     """Sender: handing buckets to the transport, and waiting for free ones."""
     wait: float = 0.0
-    """Receiver: waiting for buckets."""
+    """Receiver: waiting for buckets, or for a writer's sums."""
     install: float = 0.0
+    check: float = 0.0
+    """Receiver: comparing what writers left in its windows with what they read."""
     bytes_sent: int = 0
     bytes_received: int = 0
     bytes_local: int = 0
+    bytes_read: int = 0
+    """Read by this process's own passes: packing, installing, copying, checksums. What a transport
+    does inside (a socket's copies) is not in it."""
+    bytes_written: int = 0
+    sums: Sums = field(default_factory=dict)
+    """With `sum_dtypes`: what this process's parcels add to the checksums of their targets."""
 
 
 @dataclass
-class _Stream:
-    """Buckets to or from one peer with their tables."""
+class _Routes:
+    """How each peer is reached, once windows are mapped."""
 
-    peer: int
-    buckets: list[Bucket]
-    tables: list[torch.Tensor] = field(default_factory=list)
+    writes: dict[int, DirectCopies] = field(default_factory=dict)
+    sends: list[Stream] = field(default_factory=list)
+    receives: list[Stream] = field(default_factory=list)
+    writers: dict[int, ArrivedSums] = field(default_factory=dict)
+    streamed: SourceSums | None = None
+    any_streams: bool = False
+    """Whether any process has a stream."""
 
 
 class Resharder:
@@ -69,7 +77,13 @@ class Resharder:
         sources: key -> live tensor of the source layout (may be empty).
         targets: key -> live tensor of the target layout (may be empty).
         wire_dtype: dtype of each canonical tensor on the wire; must be the same on all processes.
-        verify: send a checksum with every bucket and refuse damaged ones before they are installed.
+        verify: each receiver compares checksums of what arrived with those of what was read.
+            Buckets are refused before they are installed, windows after they were written.
+        windows: files that hold `targets`, all of them or none; peers that can map them write into
+            them.
+        sum_dtypes: dtype of every target that this process's parcels go to, its own and its peers',
+            by keys that are unique over all processes. Then `run` returns the parcels' checksums
+            for whoever reads the targets next, and `verify` may be left off.
     """
 
     def __init__(
@@ -80,118 +94,238 @@ class Resharder:
         transport: Transport,
         wire_dtype: WireDtype,
         verify: bool = False,
+        *,
+        windows: Sequence[Window] = (),
+        sum_dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        self._transport, self._verify = transport, verify
         if transport.bucket_bytes < _MIN_BUCKET:
             raise TransferError(
                 f"staging memory leaves {transport.bucket_bytes} bytes for a bucket, {_MIN_BUCKET} "
-                "are the least; "
-                "raise weights.staging_mib"
+                "are the least; raise weights.staging_mib"
             )
-        self._wire_dtype = wire_dtype
-        self._source_keys = {key: i for i, key in enumerate(sources)}
-        self._target_keys = {key: i for i, key in enumerate(targets)}
-        self._sources, self._targets = list(sources.values()), list(targets.values())
-        self._dtypes: list[torch.dtype] = []
+        self._plan = plan
+        self._transport = transport
+        self._verify = verify
+        self._windows = windows
+        self._sum_dtypes = sum_dtypes
+        self._source_index = {key: i for i, key in enumerate(sources)}
+        self._sources = list(sources.values())
+        self._target_map = dict(targets)
+        self._targets = list(targets.values())
         self._on_device = any(tensor.is_cuda for tensor in (*self._sources, *self._targets))
-        self._local = table_of(direct_rows(plan.local, self._source_keys, self._target_keys))
-        self._local_bytes = sum(p.numel * self._item_size(p) for p in plan.local)
-        me, n = transport.process, transport.num_processes
-        order = range(1, n)
-        self._sends = [
-            self._stream(plan.sends, (me + k) % n, True)
-            for k in order
-            if (me + k) % n in plan.sends
-        ]
-        self._receives = [
-            self._stream(plan.receives, (me - k) % n, False)
-            for k in order
-            if (me - k) % n in plan.receives
-        ]
+        self._local = DirectCopies(plan.local, self._source_index, targets)
+        self._tables = StreamTables(
+            wire_dtype,
+            transport.bucket_bytes,
+            self._source_index,
+            {key: i for i, key in enumerate(targets)},
+        )
+        self._routes: _Routes | None = None
+        self._lock = threading.Lock()
+        """Held while either side adds to the sums."""
 
-    def run(self) -> StageTimes:
-        """Move the weights once.
+    def run(
+        self, sources: Mapping[str, torch.Tensor] | None = None, number: int | None = None
+    ) -> StageTimes:
+        """Move the weights once; collective.
+
+        Args:
+            sources: the sources where their storage has moved since; same keys, shapes and dtypes.
+            number: the swap's number where the caller counts; see `Transport.begin`.
 
         Raises:
-            TransferError: a peer failed, hung or sent damaged data; target tensors may be partly
-            written.
+            TransferError: a process failed, hung or sent damaged data; target tensors may be partly
+                written. It names the process that failed first.
         """
-        times = StageTimes(bytes_local=self._local_bytes)
-        failure: list[BaseException] = []
+        if self._routes is None:
+            self.connect(None if number is None else number - 1)
+        assert self._routes is not None
+        if sources is not None:
+            self._sources = [sources[key] for key in self._source_index]
+        times = StageTimes()
         try:
-            self._transport.begin()
+            self._transport.begin(number)
+            if self._routes.any_streams:
+                self._transport.connect_streams()
         except TransferError:
-            self._transport.give_up()
+            self._transport.recover()
             raise
-        sender = threading.Thread(
-            target=self._guard, args=(self._send_all, times, failure), name="gyre-weights-send"
-        )
-        sender.start()
-        self._guard(self._receive_all, times, failure)
-        sender.join()
-        self._transport.finish(failure[0] if failure else None)
+        failure = self._move(self._routes, times)
+        self._transport.finish(failure)
         return times
 
+    def connect(self, number: int | None = None) -> None:
+        """Map the peers' windows and make the tables, which the first run does otherwise;
+        collective.
+
+        Args:
+            number: as for `run`, and below the number of the run that follows.
+
+        Raises:
+            TransferError: a process could not.
+        """
+        self._transport.begin(number)
+        try:
+            self._routes = self._connect()
+        except TransferError:
+            self._transport.recover()
+            raise
+
+    # -- routes ---------------------------------------------------
+
+    def _connect(self) -> _Routes:
+        """Learn who is reached directly, and make the tables of the others' streams; collective."""
+        plan, transport = self._plan, self._transport
+        windows = transport.open_windows(self._windows, plan.sends)
+        routes = _Routes()
+        streamed = []
+        for peer in self._peers(1, plan.sends):
+            if peer in windows.mapped:
+                targets = _tensors(windows, peer)
+                routes.writes[peer] = DirectCopies(plan.sends[peer], self._source_index, targets)
+            else:
+                routes.sends.append(self._tables.sending(peer, plan.sends[peer]))
+                streamed += plan.sends[peer]
+        for peer in self._peers(-1, plan.receives):
+            if peer in windows.writers:
+                routes.writers[peer] = ArrivedSums(plan.receives[peer], self._target_map)
+            else:
+                routes.receives.append(self._tables.receiving(peer, plan.receives[peer]))
+        if self._sum_dtypes is not None:
+            routes.streamed = SourceSums(streamed, self._source_index, self._sum_dtypes)
+        has_streams = bytes([bool(routes.sends or routes.receives)])
+        routes.any_streams = b"\x01" in transport.rendezvous.exchange(
+            "choosing routes", payload=has_streams
+        )
+        return routes
+
+    def _peers(self, direction: int, planned: Mapping[int, object]) -> Iterator[int]:
+        """Planned peers in the order of the rounds."""
+        me, n = self._transport.process, self._transport.num_processes
+        rounds = ((me + direction * k) % n for k in range(1, n))
+        return (peer for peer in rounds if peer in planned)
+
+    # -- one run ---------------------------------------------------
+
+    def _move(self, routes: _Routes, times: StageTimes) -> BaseException | None:
+        """Send and receive; returns the first error of either side."""
+        failure: list[BaseException] = []
+        sender = threading.Thread(
+            target=self._guard,
+            args=(self._send_all, routes, times, failure),
+            name="gyre-weights-send",
+        )
+        sender.start()
+        self._guard(self._receive_all, routes, times, failure)
+        sender.join()
+        return failure[0] if failure else None
+
     def _guard(
-        self, stage: Callable[[StageTimes], None], times: StageTimes, failure: list[BaseException]
+        self,
+        side: Callable[[_Routes, StageTimes], None],
+        routes: _Routes,
+        times: StageTimes,
+        failure: list[BaseException],
     ) -> None:
         """Run one side; its error stops the other side through the transport."""
         try:
-            stage(times)
+            side(routes, times)
         except Exception as error:
-            wrapped = (
-                error
-                if isinstance(error, GyreError)
-                else TransferError(f"weight transfer failed: {error}")
-            )
-            if wrapped is not error:
+            if not isinstance(error, GyreError):
+                wrapped = TransferError(f"weight transfer failed: {error}")
                 wrapped.__cause__ = error
-            failure.append(wrapped)
+                error = wrapped
+            failure.append(error)
             self._transport.break_off()
 
-    def _send_all(self, times: StageTimes) -> None:
-        for stream in self._sends:
+    def _send_all(self, routes: _Routes, times: StageTimes) -> None:
+        if routes.streamed is not None:
+            streamed = routes.streamed.of(self._sources)
+            with self._lock:
+                add_sums(times.sums, streamed)
+            times.bytes_read += routes.streamed.nbytes
+        for peer, copies in routes.writes.items():
+            sums = self._copy(copies, times, self._verify)
+            times.bytes_sent += copies.nbytes
+            if self._verify:
+                key = f"sums{self._transport.swap}.{self._transport.process}-{peer}"
+                self._transport.kv_store.set(key, msgspec.msgpack.encode(sums))  # type: ignore[arg-type]
+        for stream in routes.sends:
             outbox = self._transport.outbox(stream.peer)
             for bucket, table in zip(stream.buckets, stream.tables, strict=True):
                 start = time.perf_counter()
-                slot = outbox.slot(bucket.nbytes + _TRAILER)
+                slot = outbox.slot(bucket.nbytes + TRAILER)
                 waited = time.perf_counter()
-                copy_boxes(self._sources, self._views(slot), table)
+                copy_boxes(self._sources, self._tables.views(slot), table)
                 self._settle()
                 if self._verify:
-                    _seal(slot)
+                    seal(slot)
                 packed = time.perf_counter()
                 outbox.post()
                 times.bytes_sent += bucket.nbytes
+                times.bytes_read += bucket.nbytes * (2 if self._verify else 1)
+                times.bytes_written += bucket.nbytes
                 times.pack += packed - waited
                 times.wire += waited - start + time.perf_counter() - packed
             start = time.perf_counter()
             outbox.flush()
             times.wire += time.perf_counter() - start
 
-    def _receive_all(self, times: StageTimes) -> None:
-        start = time.perf_counter()
-        if len(self._local):
-            copy_boxes(self._sources, self._targets, self._local)
-            self._settle()
-        times.install += time.perf_counter() - start
-        for stream in self._receives:
+    def _receive_all(self, routes: _Routes, times: StageTimes) -> None:
+        self._copy(self._local, times, False)
+        times.bytes_local = self._local.nbytes
+        for stream in routes.receives:
             inbox = self._transport.inbox(
-                stream.peer, [bucket.nbytes + _TRAILER for bucket in stream.buckets]
+                stream.peer, [bucket.nbytes + TRAILER for bucket in stream.buckets]
             )
             for bucket, table in zip(stream.buckets, stream.tables, strict=True):
                 start = time.perf_counter()
-                slot = inbox.slot(bucket.nbytes + _TRAILER)
+                slot = inbox.slot(bucket.nbytes + TRAILER)
                 arrived = time.perf_counter()
                 times.wait += arrived - start
                 if self._verify:
-                    _check(slot, stream.peer)
-                copy_boxes(self._views(slot), self._targets, table)
+                    check(slot, stream.peer)
+                copy_boxes(self._tables.views(slot), self._targets, table)
                 self._settle()
                 inbox.release()
                 times.bytes_received += bucket.nbytes
+                times.bytes_read += bucket.nbytes * (2 if self._verify else 1)
+                times.bytes_written += bucket.nbytes
                 times.install += time.perf_counter() - arrived
             inbox.close()
+        for peer, arrived_sums in routes.writers.items():
+            times.bytes_received += arrived_sums.nbytes
+            if self._verify:
+                self._check_window(peer, arrived_sums, times)
+
+    def _copy(self, copies: DirectCopies, times: StageTimes, verify: bool) -> Sums:
+        start = time.perf_counter()
+        sums = copies.run(self._sources, verify or self._sum_dtypes is not None)
+        self._settle()
+        if self._sum_dtypes is not None:
+            with self._lock:
+                add_sums(times.sums, sums)
+        times.bytes_read += copies.nbytes
+        times.bytes_written += copies.nbytes
+        times.direct += time.perf_counter() - start
+        return sums
+
+    def _check_window(self, peer: int, arrived: ArrivedSums, times: StageTimes) -> None:
+        start = time.perf_counter()
+        me, swap = self._transport.process, self._transport.swap
+        said = self._transport.wait_key(
+            f"sums{swap}.{peer}-{me}", f"waiting for process {peer} to write"
+        )
+        waited = time.perf_counter()
+        wrong = list(arrived.differing(_decode_sums(said)))
+        times.bytes_read += arrived.nbytes
+        times.wait += waited - start
+        times.check += time.perf_counter() - waited
+        if wrong:
+            raise TransferError(
+                f"what process {peer} wrote arrived damaged in {len(wrong)} tensors, first "
+                f"{wrong[:3]}"
+            )
 
     def _settle(self) -> None:
         """Wait for this thread's copies before telling anyone that a buffer may be read or
@@ -199,45 +333,6 @@ class Resharder:
         if self._on_device:
             torch.cuda.current_stream().synchronize()
 
-    def _stream(self, parcels: Mapping[int, list[Parcel]], peer: int, sending: bool) -> _Stream:
-        stream = _Stream(
-            peer, bucketize(parcels[peer], self._transport.bucket_bytes - _TRAILER, self._item_size)
-        )
-        for bucket in stream.buckets:
-            rows = (
-                pack_rows(bucket, self._source_keys, self._place)
-                if sending
-                else unpack_rows(bucket, self._target_keys, self._place)
-            )
-            stream.tables.append(table_of(rows))
-        return stream
 
-    def _item_size(self, parcel: Parcel) -> int:
-        return self._wire_dtype(parcel.source.name).itemsize
-
-    def _place(self, parcel: Parcel, at: int) -> tuple[int, int]:
-        dtype = self._wire_dtype(parcel.source.name)
-        if dtype not in self._dtypes:
-            self._dtypes.append(dtype)
-        return self._dtypes.index(dtype), at // dtype.itemsize
-
-    def _views(self, slot: torch.Tensor) -> list[torch.Tensor]:
-        return [slot[: slot.numel() // d.itemsize * d.itemsize].view(d) for d in self._dtypes]
-
-
-def _trailer(slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    body = slot.numel() - _TRAILER
-    return slot[:body].view(torch.int32), slot[body:].view(torch.int64)
-
-
-def _seal(slot: torch.Tensor) -> None:
-    body, trailer = _trailer(slot)
-    trailer.copy_(torch.tensor([box_checksum(body), body.numel()]))
-
-
-def _check(slot: torch.Tensor, peer: int) -> None:
-    body, trailer = _trailer(slot)
-    if trailer.tolist() != [box_checksum(body), body.numel()]:
-        raise TransferError(
-            f"a bucket of {body.numel() * 4} bytes from process {peer} arrived damaged"
-        )
+def _tensors(windows: Windows, peer: int) -> dict[str, torch.Tensor]:
+    return {key: t for shadow in windows.mapped[peer] for key, t in shadow.tensors.items()}

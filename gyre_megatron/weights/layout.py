@@ -2,7 +2,7 @@
 tensor.
 
 Implemented by `MegatronLayout`, `SglangLayout`, `WholeLayout` (a checkpoint, or one process that
-holds everything) and `ListedLayout` (pieces given rank by rank, e.g. read from an engine's real
+holds everything) and `ListedLayout` (local boxes given rank by rank, e.g. read from an engine's real
 modules).
 """
 
@@ -16,13 +16,13 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from gyre_megatron.errors import LayoutError
-from gyre_megatron.weights.boxes import Index, LocalTensor, Piece, contiguous_strides
+from gyre_megatron.weights.boxes import Index, LocalBox, LocalTensor, contiguous_strides
 
 
 class Shard(NamedTuple):
-    """Pieces of one canonical tensor that all of `ranks` hold alike (replicas of each other)."""
+    """Boxes of one canonical tensor that all of `ranks` hold alike (replicas of each other)."""
 
-    pieces: tuple[Piece, ...]
+    local_boxes: tuple[LocalBox, ...]
     ranks: tuple[int, ...]
 
 
@@ -40,16 +40,16 @@ class Layout(ABC):
         """Everything that is held of canonical tensor `name`, replicas together; empty if nobody
         holds it."""
 
-    def pieces(self, rank: int) -> Iterable[Piece]:
-        """All pieces of one rank."""
-        return (piece for tensor in self.tensors(rank) for piece in tensor.pieces)
+    def local_boxes(self, rank: int) -> Iterable[LocalBox]:
+        """All local boxes of one rank."""
+        return (local_box for tensor in self.tensors(rank) for local_box in tensor.local_boxes)
 
     def names(self, rank: int) -> list[str]:
         """Canonical tensors of which `rank` holds a part, each once, in local order."""
-        return list(dict.fromkeys(piece.name for piece in self.pieces(rank)))
+        return list(dict.fromkeys(local_box.name for local_box in self.local_boxes(rank)))
 
     def digest(self) -> str:
-        """A short hash that changes whenever any rank's tensors or pieces change."""
+        """A short hash that changes whenever any rank's tensors or local boxes change."""
         state = hashlib.blake2b(digest_size=16)
         for rank in range(self.num_ranks):
             for tensor in self.tensors(rank):
@@ -72,13 +72,13 @@ class ListedLayout(Layout):
 
     @cached_property
     def _index(self) -> dict[str, tuple[Shard, ...]]:
-        by_name: dict[str, dict[tuple[Piece, ...], list[int]]] = {}
+        by_name: dict[str, dict[tuple[LocalBox, ...], list[int]]] = {}
         for rank, tensors in enumerate(self._tensors):
-            mine: dict[str, list[Piece]] = {}
-            for piece in (piece for tensor in tensors for piece in tensor.pieces):
-                mine.setdefault(piece.name, []).append(piece)
-            for name, pieces in mine.items():
-                by_name.setdefault(name, {}).setdefault(tuple(pieces), []).append(rank)
+            mine: dict[str, list[LocalBox]] = {}
+            for local_box in (local_box for tensor in tensors for local_box in tensor.local_boxes):
+                mine.setdefault(local_box.name, []).append(local_box)
+            for name, local_boxes in mine.items():
+                by_name.setdefault(name, {}).setdefault(tuple(local_boxes), []).append(rank)
         return {
             name: tuple(Shard(p, tuple(r)) for p, r in held.items())
             for name, held in by_name.items()
@@ -108,15 +108,18 @@ class ReplicatedLayout(Layout):
     def shards(self, name: str) -> Sequence[Shard]:
         n = self._base.num_ranks
         return [
-            Shard(pieces, tuple(copy * n + rank for copy in range(self._copies) for rank in ranks))
-            for pieces, ranks in self._base.shards(name)
+            Shard(
+                local_boxes,
+                tuple(copy * n + rank for copy in range(self._copies) for rank in ranks),
+            )
+            for local_boxes, ranks in self._base.shards(name)
         ]
 
 
 def whole_tensor(name: str, shape: Index) -> LocalTensor:
     """A local tensor that is a canonical tensor, under the same name."""
-    piece = Piece(name, (0,) * len(shape), shape, name, 0, contiguous_strides(shape))
-    return LocalTensor(name, shape, (piece,))
+    local_box = LocalBox(name, (0,) * len(shape), shape, name, 0, contiguous_strides(shape))
+    return LocalTensor(name, shape, (local_box,))
 
 
 def check_bound(rank: int, expected: Sequence[LocalTensor], found: Mapping[str, Index]) -> None:
@@ -157,17 +160,17 @@ def place_of(name: str) -> tuple[int | None, int | None]:
     return int(match[1]), None if match[2] is None else int(match[2])
 
 
-def index_by_name(tensors: tuple[LocalTensor, ...]) -> dict[str, tuple[Piece, ...]]:
-    """Pieces of a rank's tensors by canonical name."""
-    index: dict[str, list[Piece]] = {}
-    for piece in (piece for tensor in tensors for piece in tensor.pieces):
-        index.setdefault(piece.name, []).append(piece)
-    return {name: tuple(pieces) for name, pieces in index.items()}
+def index_by_name(tensors: tuple[LocalTensor, ...]) -> dict[str, tuple[LocalBox, ...]]:
+    """Boxes of a rank's tensors by canonical name."""
+    index: dict[str, list[LocalBox]] = {}
+    for local_box in (local_box for tensor in tensors for local_box in tensor.local_boxes):
+        index.setdefault(local_box.name, []).append(local_box)
+    return {name: tuple(local_boxes) for name, local_boxes in index.items()}
 
 
-def merge_replicas(found: Iterable[tuple[tuple[Piece, ...], Sequence[int]]]) -> list[Shard]:
-    """Join ranks that hold the same pieces."""
-    merged: dict[tuple[Piece, ...], list[int]] = {}
-    for pieces, ranks in found:
-        merged.setdefault(pieces, []).extend(ranks)
-    return [Shard(pieces, tuple(ranks)) for pieces, ranks in merged.items()]
+def merge_replicas(found: Iterable[tuple[tuple[LocalBox, ...], Sequence[int]]]) -> list[Shard]:
+    """Join ranks that hold the same local boxes."""
+    merged: dict[tuple[LocalBox, ...], list[int]] = {}
+    for local_boxes, ranks in found:
+        merged.setdefault(local_boxes, []).extend(ranks)
+    return [Shard(local_boxes, tuple(ranks)) for local_boxes, ranks in merged.items()]

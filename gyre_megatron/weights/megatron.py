@@ -108,7 +108,7 @@ class MegatronLayout(Layout):
                 for t in range(p.expert_tp)
             )
         return merge_replicas(
-            (pieces, [base + r for r in ranks]) for pieces, ranks in found if pieces
+            (local_boxes, [base + r for r in ranks]) for local_boxes, ranks in found if local_boxes
         )
 
     def _outer_shards(self, name: str) -> Sequence[Shard]:
@@ -123,7 +123,7 @@ class MegatronLayout(Layout):
             for stage in stages
             for t in range(p.tp)
         )
-        return merge_replicas((pieces, ranks) for pieces, ranks in found if pieces)
+        return merge_replicas((local_boxes, ranks) for local_boxes, ranks in found if local_boxes)
 
     def _is_last(self, stage: int) -> bool:
         return stage == self.parallelism.pp - 1

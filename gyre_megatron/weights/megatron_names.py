@@ -14,7 +14,7 @@ from typing import Literal
 
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.errors import LayoutError
-from gyre_megatron.weights.boxes import Block, Index, LocalTensor, Piece, stack
+from gyre_megatron.weights.boxes import Block, Index, LocalBox, LocalTensor, stack
 from gyre_megatron.weights.canonical import expert_prefix, layer_prefix, shared_expert_prefix
 
 
@@ -155,7 +155,7 @@ class LayerBlocks:
             hf, at = expert_prefix(self.layer, expert), i * hidden * 2 * length
             for j, name in enumerate(("gate_proj", "up_proj")):
                 strides = (1, 2 * length)
-                piece = Piece(
+                local_box = LocalBox(
                     f"{hf}{name}.weight",
                     (start, 0),
                     (length, hidden),
@@ -163,8 +163,8 @@ class LayerBlocks:
                     at + j * length,
                     strides,
                 )
-                first.append(piece)
-            down = Piece(
+                first.append(local_box)
+            down = LocalBox(
                 f"{hf}down_proj.weight", (0, start), (hidden, length), key2, at // 2, (1, hidden)
             )
             second.append(down)

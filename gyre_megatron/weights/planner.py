@@ -1,7 +1,7 @@
 """Who sends which box to whom: pure intersection of two layouts, local to one rank, without
 communication.
 
-Invariant: every element of every destination piece is written exactly once, or the plan is refused
+Invariant: every element of every destination local_box is written exactly once, or the plan is refused
 by name. Both ends of a pair compute the same list of parcels in the same order, so a packed stream
 needs no headers.
 """
@@ -9,6 +9,7 @@ needs no headers.
 from __future__ import annotations
 
 import hashlib
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,17 +17,19 @@ from math import prod
 from typing import NamedTuple
 
 from gyre_megatron.errors import PlanError
-from gyre_megatron.weights.boxes import Box, Piece, intersect, subtract
+from gyre_megatron.weights.boxes import Box, LocalBox, intersect, subtract
 from gyre_megatron.weights.layout import Layout, Shard
+
+_NUMBER = re.compile(r"\d+")
 
 
 class Parcel(NamedTuple):
-    """One box on its way: read it from `source` (a piece of the sending rank), write it to
+    """One box on its way: read it from `source` (a local_box of the sending rank), write it to
     `target`."""
 
     box: Box
-    source: Piece
-    target: Piece
+    source: LocalBox
+    target: LocalBox
 
     @property
     def numel(self) -> int:
@@ -112,30 +115,38 @@ def _routes(
     """(source rank, target rank, parcel) of one tensor: boxes are met once per group of replicas,
     then dealt out.
 
-    A process reads what it holds itself; otherwise replicas of a shard take turns, by destination
-    rank.
+    A process reads what it holds itself; otherwise the replicas of a source shard take turns over
+    the destination ranks, and which of them begins goes on from layer to layer.
     """
-    spread = zlib.crc32(name.encode())
+    turn = _first_turn(name)
     own = [{world.sources[rank]: rank for rank in shard.ranks} for shard in sources]
-    for pieces, ranks in targets:
-        wanted = [rank for rank in ranks if only is None or rank in only]
+    for local_boxes, ranks in targets:
+        first, turn = turn, turn + len(ranks)
+        wanted = [(i, rank) for i, rank in enumerate(ranks) if only is None or rank in only]
         if not wanted:
             continue
-        cover = [part for piece in pieces for part in _cover(name, piece, ranks[0], sources)]
-        for rank in wanted:
+        cover = [part for box in local_boxes for part in _cover(name, box, ranks[0], sources)]
+        for i, rank in wanted:
             process = world.targets[rank]
             for index, parcel in cover:
                 holders = sources[index].ranks
-                yield own[index].get(process, holders[(spread + rank) % len(holders)]), rank, parcel
+                yield own[index].get(process, holders[(first + i) % len(holders)]), rank, parcel
+
+
+def _first_turn(name: str) -> int:
+    """Tensors of one kind and size begin one replica later in each layer and expert, so that bytes
+    are shared evenly and not only tensors."""
+    numbers = [int(number) for number in _NUMBER.findall(name)]
+    return zlib.crc32(_NUMBER.sub("", name).encode()) + sum(numbers)
 
 
 def _cover(
-    name: str, piece: Piece, rank: int, sources: Sequence[Shard]
+    name: str, local_box: LocalBox, rank: int, sources: Sequence[Shard]
 ) -> Iterator[tuple[int, Parcel]]:
-    """(source shard, parcel) that together make up `piece` exactly once."""
-    missing = [piece.box]
-    for index, (pieces, _) in enumerate(sources):
-        for offered in pieces:
+    """(source shard, parcel) that together make up `local_box` exactly once."""
+    missing = [local_box.box]
+    for index, (local_boxes, _) in enumerate(sources):
+        for offered in local_boxes:
             if not missing:
                 return
             if not offered.source:
@@ -146,7 +157,7 @@ def _cover(
                 if common is None:
                     rest.append(box)
                     continue
-                yield index, Parcel(common, offered, piece)
+                yield index, Parcel(common, offered, local_box)
                 rest += subtract(box, common)
             missing = rest
     if missing:
@@ -156,7 +167,7 @@ def _cover(
             else f"{missing[0]} is held by nobody"
         )
         raise PlanError(
-            f"{name} -> {piece.tensor} on destination rank {rank}: {reason}; both layouts must "
+            f"{name} -> {local_box.tensor} on destination rank {rank}: {reason}; both layouts must "
             "describe the same model"
         )
 
@@ -167,7 +178,7 @@ def check_coverage(target: Layout, rank: int, parcels: Iterable[Parcel]) -> None
     Raises:
         PlanError: an element would be written twice or not at all.
     """
-    written: dict[Piece, list[Box]] = {}
+    written: dict[LocalBox, list[Box]] = {}
     for parcel in parcels:
         for box in written.setdefault(parcel.target, []):
             if intersect(box, parcel.box) is not None:
@@ -175,12 +186,12 @@ def check_coverage(target: Layout, rank: int, parcels: Iterable[Parcel]) -> None
                     f"{parcel.target.name}: {parcel.box} of {parcel.target.tensor} is written twice"
                 )
         written[parcel.target].append(parcel.box)
-    for piece in target.pieces(rank):
-        covered = sum(box.numel for box in written.pop(piece, []))
-        if covered != piece.numel:
+    for local_box in target.local_boxes(rank):
+        covered = sum(box.numel for box in written.pop(local_box, []))
+        if covered != local_box.numel:
             raise PlanError(
-                f"{piece.name}: {piece.numel - covered} of {piece.numel} elements of "
-                f"{piece.tensor} on rank {rank} "
+                f"{local_box.name}: {local_box.numel - covered} of {local_box.numel} elements of "
+                f"{local_box.tensor} on rank {rank} "
                 "would not be written"
             )
     if written:

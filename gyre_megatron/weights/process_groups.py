@@ -1,9 +1,9 @@
-"""Who talks to whom across cells, and the stand-alone process groups that carry it.
+"""Who talks to whom across cells, and the stand-alone process groups that carry gradients.
 
-A cell is its own `torch.distributed` world, so Megatron sees only the cell. Everything that crosses
-cells (gradients to the core, weights down the chain) uses groups made here once at start: for every
-membership prefix of cells 0..k-1 and every position inside a cell, one group. Cells join training
-in a fixed order, so no other memberships exist and no communicator is ever created during a run.
+A cell is its own `torch.distributed` world, so Megatron sees only the cell. Gradients go to
+the core over groups made here once at start: for every membership prefix of cells 0..k-1 and every
+position inside a cell, one group. Cells join training in a fixed order, so no other memberships
+exist. Weights go down the chain over transports (`chain`).
 """
 
 from __future__ import annotations
@@ -49,35 +49,56 @@ RawGroup = Any
 """A gloo or NCCL backend object that is not registered with torch.distributed."""
 
 
-def make_group(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> RawGroup:
+def make_group(
+    kv_store: dist.Store,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    address: str = "127.0.0.1",
+) -> RawGroup:
     """Make one process group outside the default world.
 
     Args:
-        store: a store that all members reach.
-        name: unique among the groups made from `store`.
+        kv_store: a key-value store that all members reach.
+        name: unique among the groups made from `kv_store`.
         rank, size: this member's place in the group.
         timeout: a collective that takes longer fails on every member.
+        address: of this host, for gloo's connections; NCCL reads NCCL_SOCKET_IFNAME.
     """
-    prefixed = dist.PrefixStore(name, store)
+    prefixed = dist.PrefixStore(name, kv_store)
     if torch.cuda.is_available():
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
-    return dist.ProcessGroupGloo(prefixed, rank, size, timeout=timeout)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(prefixed, rank, size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = timeout
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(prefixed, rank, size, gloo)
 
 
 class CrossCellGroups:
     """The groups of one rank: its position in every prefix of cells that contains its own cell."""
 
     def __init__(
-        self, store: dist.Store, topology: CellTopology, rank: int, timeout: timedelta
+        self,
+        kv_store: dist.Store,
+        topology: CellTopology,
+        rank: int,
+        timeout: timedelta,
+        address: str = "127.0.0.1",
     ) -> None:
         self.topology = topology
         self.cell = topology.cell_of(rank)
         self.position = topology.position_of(rank)
         self._groups = {
             prefix: make_group(
-                store, f"gyre/prefix{prefix}/position{self.position}", self.cell, prefix, timeout
+                kv_store,
+                f"gyre/prefix{prefix}/position{self.position}",
+                self.cell,
+                prefix,
+                timeout,
+                address,
             )
             for prefix in range(max(2, self.cell + 1), topology.num_cells + 1)
         }
@@ -90,11 +111,6 @@ class CrossCellGroups:
         options = dist.ReduceOptions()
         options.rootRank = 0
         self._wait(self._group(prefix).reduce([tensor], options), "reduction to the core", prefix)
-
-    def group(self, prefix: int) -> RawGroup:
-        """The raw group of cells 0..prefix-1 at this position, for transports that send and receive
-        themselves."""
-        return self._group(prefix)
 
     def _group(self, prefix: int) -> RawGroup:
         if prefix not in self._groups:

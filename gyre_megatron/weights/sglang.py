@@ -75,7 +75,7 @@ class SglangLayout(Layout):
             assert self.architecture.moe is not None
             ranks = self._expert_ranks(expert // (self.architecture.moe.num_experts // self.ep))
             found = [(self._by_name(self._experts(layer, r)).get(name), [r]) for r in ranks]
-        return merge_replicas((pieces, ranks) for pieces, ranks in found if pieces)
+        return merge_replicas((local_boxes, ranks) for local_boxes, ranks in found if local_boxes)
 
     def _expert_ranks(self, group: int) -> range:
         size = self.tp // self.ep

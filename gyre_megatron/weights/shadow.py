@@ -1,9 +1,8 @@
 """The next version of an engine's weights, assembled in shared memory beside the version that
 serves.
 
-Made by the loader in the engine's process, filled by the trainers of the same host, verified and
-committed by the loader. The file is unlinked as soon as everyone has mapped it, so nothing outlives
-the processes.
+Made by the loader in the engine's process, filled by the trainers, verified and committed by the
+loader. The file is unlinked as soon as everyone has mapped it, so nothing outlives the processes.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from gyre_megatron.errors import TransferError
 from gyre_megatron.ops.boxes import box_checksum
 from gyre_megatron.weights.boxes import Index
-from gyre_megatron.weights.transports.base import map_file, reserve_file
+from gyre_megatron.weights.shared_memory import map_file, reserve_file
 
-SHADOW_FILE, STATUS_FILE = "shadow.{rank}", "status.{rank}.json"
 _ALIGN = 64
 
 
@@ -42,13 +41,20 @@ class TensorSpec(NamedTuple):
         return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
 
 
+class Window(msgspec.Struct, frozen=True):
+    """A file with tensors that other processes of its host may map and write into."""
+
+    path: str
+    specs: list[TensorSpec]
+
+
 def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     """Lay tensors one after the other, each at a multiple of 64 bytes."""
-    specs, offset = [], 0
+    specs: list[TensorSpec] = []
+    offset = 0
     for key, tensor in tensors.items():
-        spec = TensorSpec(
-            key, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset
-        )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        spec = TensorSpec(key, tuple(tensor.shape), dtype, offset)
         specs.append(spec)
         offset += -(-spec.nbytes // _ALIGN) * _ALIGN
     return specs
@@ -58,6 +64,7 @@ class Shadow:
     """Tensors in a memory-mapped file."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+        self.window = Window(str(path), list(specs))
         self.nbytes = max((spec.offset + spec.nbytes for spec in specs), default=0)
         if path.stat().st_size < self.nbytes:
             raise TransferError(
@@ -73,7 +80,7 @@ class Shadow:
 
     @classmethod
     def create(cls, path: Path, specs: Sequence[TensorSpec]) -> Shadow:
-        """Make the file at its full size and map it.
+        """Make the file at its full size, all zeros, and map it.
 
         Raises:
             OSError: the memory-backed file system is full.
@@ -82,6 +89,16 @@ class Shadow:
         with path.open("wb") as file:
             reserve_file(file.fileno(), size)
         return cls(path, specs)
+
+    @classmethod
+    def of(cls, window: Window) -> Shadow:
+        """Map a file that another process made.
+
+        Raises:
+            OSError: there is no such file.
+            TransferError: it is too short.
+        """
+        return cls(Path(window.path), window.specs)
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -7,14 +7,14 @@ same places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from gyre_megatron.ops.boxes import COLUMNS
-from gyre_megatron.weights.boxes import Box, Piece, contiguous_strides
+from gyre_megatron.weights.boxes import Box, LocalBox, contiguous_strides
 from gyre_megatron.weights.planner import Parcel
 
 ItemSize = Callable[[Parcel], int]
@@ -114,13 +114,13 @@ def _extend(last: list[int], row: list[int]) -> bool:
     return False
 
 
-def side(piece: Piece, box: Box) -> tuple[int, tuple[int, ...]]:
-    """Offset and strides of `box` in the local tensor that holds `piece`."""
-    return piece.offset_of(box.start), piece.strides
+def side(local_box: LocalBox, box: Box) -> tuple[int, tuple[int, ...]]:
+    """Offset and strides of `box` in the local tensor that holds the local box."""
+    return local_box.offset_of(box.start), local_box.strides
 
 
 def direct_rows(
-    parcels: Iterable[Parcel], source_index: dict[str, int], target_index: dict[str, int]
+    parcels: Iterable[Parcel], source_index: Mapping[str, int], target_index: Mapping[str, int]
 ) -> Iterator[Row]:
     """Rows that copy parcels from parameters to parameters."""
     for box, source, target in parcels:
@@ -130,7 +130,7 @@ def direct_rows(
 
 
 def pack_rows(
-    bucket: Bucket, index: dict[str, int], staging: Callable[[Parcel, int], tuple[int, int]]
+    bucket: Bucket, index: Mapping[str, int], staging: Callable[[Parcel, int], tuple[int, int]]
 ) -> Iterator[Row]:
     """Rows that copy a bucket's parcels from parameters to staging.
 
@@ -154,7 +154,7 @@ def pack_rows(
 
 
 def unpack_rows(
-    bucket: Bucket, index: dict[str, int], staging: Callable[[Parcel, int], tuple[int, int]]
+    bucket: Bucket, index: Mapping[str, int], staging: Callable[[Parcel, int], tuple[int, int]]
 ) -> Iterator[Row]:
     """Rows that copy a bucket's parcels from staging to parameters; arguments as in `pack_rows`."""
     for parcel, at in zip(bucket.parcels, bucket.offsets, strict=True):

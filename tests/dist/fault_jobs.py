@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.dist.fork_server import context
 from gyre_megatron.errors import TransferError
-from gyre_megatron.weights.boxes import LocalTensor, Piece, contiguous_strides, grid_cells
+from gyre_megatron.weights.boxes import LocalTensor, LocalBox, contiguous_strides, grid_cells
 from gyre_megatron.weights.executor import Resharder
 from gyre_megatron.weights.layout import ListedLayout
 from gyre_megatron.weights.planner import plan_rank
@@ -34,17 +34,17 @@ def _grid(parts: tuple[int, int], n: int) -> ListedLayout:
     ranks: list[list[LocalTensor]] = [[] for _ in range(n)]
     for name, shape in SHAPES.items():
         for rank, box in enumerate(grid_cells(shape, parts)):
-            piece = Piece(name, box.start, box.shape, name, 0, contiguous_strides(box.shape))
-            ranks[rank].append(LocalTensor(name, box.shape, (piece,)))
+            local_box = LocalBox(name, box.start, box.shape, name, 0, contiguous_strides(box.shape))
+            ranks[rank].append(LocalTensor(name, box.shape, (local_box,)))
     return ListedLayout(ranks)
 
 
 def _values(layout: ListedLayout, rank: int, version: int) -> dict[str, torch.Tensor]:
     tensors = {}
     for tensor in layout.tensors(rank):
-        piece = tensor.pieces[0]
+        local_box = tensor.local_boxes[0]
         whole = torch.arange(256 * 512, dtype=torch.float32).reshape(256, 512) + version
-        rows, columns = (slice(s, s + k) for s, k in zip(piece.start, piece.shape, strict=True))
+        rows, columns = (slice(s, s + k) for s, k in zip(local_box.start, local_box.shape, strict=True))
         tensors[tensor.key] = whole[rows, columns].contiguous()
     return tensors
 
@@ -188,37 +188,39 @@ class Processes:
             process.join()
 
 
-def chain(num_cells: int, dies: bool, rank: int, n: int, port: int, folder: str, pipe) -> None:
-    """Weights down a chain of cells, for a full and a shorter prefix; or with the middle cell
-    dead."""
-    from datetime import timedelta
-
-    from gyre_megatron.weights.chain import chain_broadcast
-    from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
+def chain(kind: str, num_cells: int, dies: bool, rank: int, n: int, port: int, folder: str, pipe) -> None:
+    """Weights down a chain of cells, for a full and a shorter prefix, and for one with a gap; or
+    with the middle cell dead."""
+    from gyre_megatron.config.weights import WeightsConfig
+    from gyre_megatron.weights.chain import CellChain
+    from gyre_megatron.weights.process_groups import CellTopology
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     topology = CellTopology(n, num_cells)
-    groups = CrossCellGroups(store, topology, rank, timedelta(seconds=TIMEOUT_S))
-    shapes = [(100, 33), (7,), (1000, 50)]
+    config = WeightsConfig(transport=kind, staging_mib=1, timeout_s=TIMEOUT_S, file_dir=folder)
+    cells = CellChain(config, store, topology, rank)
+    shapes = [(100, 33), (7,), (1000, 500)]
 
     def buffers(value: float) -> list[torch.Tensor]:
         return [torch.full(shape, value) + torch.arange(torch.Size(shape).numel()).reshape(shape) for shape in shapes]
 
-    want = buffers(100.0 * groups.position + 1)
-    mine = want if groups.cell == 0 else buffers(-5.0)
+    want = buffers(100.0 * topology.position_of(rank) + 1)
+    mine = want if cells.cell == 0 else buffers(-5.0)
     if dies:
-        if groups.cell == 1:
+        if cells.cell == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            chain_broadcast(mine, groups, num_cells, 4096, TIMEOUT_S)
+            cells.take_core_weights(mine, range(1, num_cells))
             pipe.send("succeeded")
         except TransferError as error:
             pipe.send(str(error))
         os._exit(0)
     exact = []
-    for prefix in (num_cells - 1, num_cells):
-        if groups.cell < prefix:
-            chain_broadcast(mine, groups, prefix, 4096, TIMEOUT_S)
+    for joined in (range(1, num_cells - 1), range(1, num_cells), [num_cells - 1]):
+        if cells.cell != 0:
+            mine = buffers(-5.0)
+        if cells.cell in (0, *joined):
+            cells.take_core_weights(mine, joined)
         exact.append(all(torch.equal(a, b) for a, b in zip(mine, want, strict=True)))
     pipe.send(exact)
     pipe.recv()
@@ -231,8 +233,8 @@ def chosen(kind: str, rank: int, n: int, port: int, folder: str, pipe) -> None:
     from gyre_megatron.weights.transports.choose import open_transport
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    config = WeightsConfig(transport=kind, staging_mib=1, timeout_s=20)
-    transport = open_transport(config, store, rank, n, folder=Path(folder))
+    config = WeightsConfig(transport=kind, staging_mib=1, timeout_s=20, file_dir=folder)
+    transport = open_transport(config, store, rank, n)
     source, target = _grid((n, 1), n), _grid((1, n), n)
     got = {key: torch.zeros_like(t) for key, t in _values(target, rank, 0).items()}
     plan = plan_rank(source, target, rank)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gyre_megatron.config.model import Architecture
-from gyre_megatron.weights.checkpoint import piece_view, wire_dtypes
+from gyre_megatron.weights.checkpoint import box_view, wire_dtypes
 from gyre_megatron.weights.executor import Resharder
 from gyre_megatron.weights.layout import Layout, WholeLayout
 from gyre_megatron.weights.megatron import bind, layout_of
@@ -117,9 +117,9 @@ def _serve_side(a: Architecture, architecture: str, spec: Serve) -> Side:
     expected: dict[str, torch.Tensor] = {}
     for local in layout.tensors(rank) if rank < layout.num_ranks else ():
         expected[local.key] = torch.zeros(local.shape)
-        for piece in local.pieces:
-            box = tuple(slice(s, s + n) for s, n in zip(piece.start, piece.shape, strict=True))
-            piece_view(expected[local.key], piece).copy_(weights[piece.name][box])
+        for local_box in local.local_boxes:
+            box = tuple(slice(s, s + n) for s, n in zip(local_box.start, local_box.shape, strict=True))
+            box_view(expected[local.key], local_box).copy_(weights[local_box.name][box])
     tensors = {key: torch.zeros_like(value) for key, value in expected.items()}
     return Side(layout, tuple(range(layout.num_ranks)), tensors, expected)
 
@@ -161,7 +161,7 @@ def reshard(architecture: str, source: Side, target: Side, carrier: Transport) -
         check_coverage(target.layout, target.processes.index(carrier.process), arriving)
     Resharder(plan, source.tensors, target.tensors, carrier, wire_dtypes(torch.float32), verify=True).run()
     moved = None if names is None else {
-        p.tensor for p in target.layout.pieces(target.processes.index(carrier.process)) if p.name in set(names)
+        p.tensor for p in target.layout.local_boxes(target.processes.index(carrier.process)) if p.name in set(names)
     } if carrier.process in target.processes else set()
     return [key for key in target.wrong() if moved is None or key in moved]
 

@@ -16,6 +16,7 @@ from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.runtime.cell_agent import CellAgent, CellParts
 from gyre_megatron.scheduler.orders import CellOrder, FinishStep, Leave, MicroStep, Publish, Sync
 from gyre_megatron.trajectory.packing import pack
+from gyre_megatron.weights.chain import CellChain
 from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
 from tests.dist.gradients import make_trainer
 from tests.dist.ranks import RankPool
@@ -117,16 +118,20 @@ def own_world(folder: str) -> int:
 
 
 def agent_of(
-    checkpoint: Path, config: TrainingConfig, groups: CrossCellGroups, with_optimizer: bool
+    checkpoint: Path,
+    config: TrainingConfig,
+    groups: CrossCellGroups,
+    chain: CellChain,
+    with_optimizer: bool,
 ) -> Recorded:
     trainer = make_trainer(checkpoint, config, with_optimizer=with_optimizer)
     parts = CellParts(
         trainer=trainer,
         weight_sync=None,
         groups=groups,
+        chain=chain,
         parity=None,
         directory=None,
-        weights=WeightsConfig(),
         server=None,
         client=None,
     )
@@ -138,18 +143,28 @@ def groups_of(folder: str, name: str, num_cells: int, cell: int) -> CrossCellGro
     return CrossCellGroups(store, CellTopology(num_cells, num_cells), cell, timedelta(seconds=60))
 
 
+def chain_of(folder: str, name: str, num_cells: int, cell: int) -> CellChain:
+    store = dist.FileStore(f"{folder}/{name}-chain", num_cells)
+    config = WeightsConfig(staging_mib=4, timeout_s=60)
+    return CellChain(config, store, CellTopology(num_cells, num_cells), cell)
+
+
 def run_burst(folder: str, name: str, checkpoint: Path, script: Script):
     """Carry the script out; returns what the core's optimizer was given, what it would have been
     given alone, and the weights at the end."""
     config = TrainingConfig(token_budget=1024, gspo=WIDE, optimizer=OPTIMIZER)
     cell = own_world(folder)
     groups = groups_of(folder, name, NUM_CELLS, cell)
-    agent = agent_of(checkpoint, config, groups, with_optimizer=cell == 0)
+    chain = chain_of(folder, name, NUM_CELLS, cell)
+    agent = agent_of(checkpoint, config, groups, chain, with_optimizer=cell == 0)
     for order in script[cell]:
         agent.carry_out(order)
     if cell != 0:
         return None, None, agent.weights()
-    reference = agent_of(checkpoint, config, groups_of(folder, f"{name}-alone", 1, 0), True)
+    lone = f"{name}-alone", 1, 0
+    reference = agent_of(
+        checkpoint, config, groups_of(folder, *lone), chain_of(folder, *lone), True
+    )
     for order in alone():
         reference.carry_out(order)
     return agent.gradients, reference.gradients, agent.weights()
@@ -182,7 +197,10 @@ def train_bf16(folder: str, checkpoint: Path) -> tuple[list[torch.Tensor], torch
         return [], torch.zeros(0)
     ends = []
     for publishes in (True, False):
-        agent = agent_of(checkpoint, config, groups_of(folder, f"bf16{publishes}", 1, 0), True)
+        lone = f"bf16{publishes}", 1, 0
+        agent = agent_of(
+            checkpoint, config, groups_of(folder, *lone), chain_of(folder, *lone), True
+        )
         before = agent.weights()
         agent.carry_out(Leave(0))
         for step in range(1, 17):

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from gyre_megatron.errors import CellError
-from gyre_megatron.weights.chain import chain_broadcast
+from gyre_megatron.config.weights import WeightsConfig
+from gyre_megatron.weights.chain import CellChain
 from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
 
 
@@ -45,10 +46,12 @@ def test_gradients_of_every_prefix_add_up_in_the_core(ranks, tmp_path: Path, siz
 
 
 def _chain(store_file: str, num_cells: int, prefix: int) -> list[list[float]]:
-    groups = _groups(store_file, num_cells)
+    topology = CellTopology(dist.get_world_size(), num_cells)
+    store = dist.FileStore(store_file, dist.get_world_size())
+    chain = CellChain(WeightsConfig(staging_mib=1), store, topology, dist.get_rank())
     buffers = [_gradients(dist.get_rank()), _gradients(100 + dist.get_rank())[:3].clone()]
-    if groups.cell < prefix:
-        chain_broadcast(buffers, groups, prefix, chunk_bytes=64)
+    if chain.cell < prefix:
+        chain.take_core_weights(buffers, range(1, prefix))
     return [buffer.tolist() for buffer in buffers]
 
 
@@ -65,15 +68,16 @@ def test_the_chain_brings_the_cores_shard_to_the_same_position_of_every_cell(
 
 
 def _ask_outside(store_file: str) -> str:
-    groups = _groups(store_file, 2)
-    if groups.cell == 0:
+    groups = _groups(store_file, 3)
+    if groups.cell < 2:
         return ""
     try:
-        groups.group(1)
+        groups.reduce_to_core(torch.zeros(1), 2)
     except CellError as error:
         return str(error)
     return "no error"
 
 
 def test_a_cell_outside_the_prefix_is_refused(ranks, tmp_path: Path):
-    assert ranks(2).run(_ask_outside, str(tmp_path / "store"))[1] == "cell 1 is not a member of the prefix of 1 cells"
+    told = ranks(3).run(_ask_outside, str(tmp_path / "store"))[2]
+    assert told == "cell 2 is not a member of the prefix of 2 cells"

@@ -73,7 +73,6 @@ def publish(version: int, fault: str | None = None) -> str:
     """Publish; with a fault, what every rank was told."""
     sync = _state["wrong"] if fault == "refusing engine" else _state["sync"]
     if fault == "corrupted":
-        sync._prepare()
         _damage_after_writing(sync)
     if fault == "hung" and dist.get_rank() == 2:
         time.sleep(TIMEOUT_S + 3)
@@ -86,19 +85,20 @@ def publish(version: int, fault: str | None = None) -> str:
 
 
 def _damage_after_writing(sync: CellWeightSync) -> None:
+    """Rank 0 changes an element of a shadow that it holds, after everybody has written."""
     if dist.get_rank() != 0:
         return
-    push = sync._push
-    assert push is not None
-    write = push.write
+    write = sync._write
 
-    def damaged(sources) -> None:
-        write(sources)
-        _, targets, table = push._parts[0]
-        index, offset = table[0, 2].item(), table[0, 3].item()
-        targets[index].view(-1)[offset] += 1  # an element that this rank wrote itself
+    def damaged():
+        sums = write()
+        sync._write = write  # only once
+        assert sync._plan is not None
+        tensor = next(iter(sync._plan.shadows[0].tensors.values()))
+        tensor.view(-1)[5] += 1
+        return sums
 
-    push.write = damaged  # type: ignore[method-assign]
+    sync._write = damaged  # type: ignore[method-assign]
 
 
 def publish_often(times: int, first: int) -> list[int]:

@@ -3,14 +3,14 @@ no CPU serves."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-from gyre_megatron.weights.cell_sync import engine_layout
+from gyre_megatron.weights.messages import decode_status
 from gyre_megatron.weights.sglang import SglangLayout
+from gyre_megatron.weights.shadow_plan import engine_layout
 
 CASES = [
     ("dense", 8, 1, 1),
@@ -40,7 +40,7 @@ def probed(tmp_path_factory):
     assert done.returncode == 0, done.stderr[-3000:]
     return [
         [
-            json.loads((folder / f"{number}-{rank}.json").read_text())
+            decode_status((folder / f"{number}-{rank}.json").read_bytes())
             for rank in sorted({0, case[1] - 1})
         ]
         for number, case in enumerate(CASES)
@@ -59,7 +59,7 @@ def test_written_layout_is_what_the_modules_do(probed, number):
         shapes = {t.key: t.shape for t in written.tensors(rank)}
         assert shapes == {t.key: t.shape for t in found.tensors(index)}
         places = [
-            {(p.name, p.start, p.shape, p.tensor, p.offset) for p in pieces}
-            for pieces in (written.pieces(rank), found.pieces(index))
+            {(p.name, p.start, p.shape, p.tensor, p.offset) for p in local_boxes}
+            for local_boxes in (written.local_boxes(rank), found.local_boxes(index))
         ]
         assert places[0] == places[1]

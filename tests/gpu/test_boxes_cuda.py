@@ -47,7 +47,7 @@ def test_many_boxes_in_one_launch():
 
 
 def test_device_to_page_locked_shared_memory_and_back(tmp_path):
-    from gyre_megatron.weights.transports.base import map_file, reserve_file
+    from gyre_megatron.weights.shared_memory import map_file, reserve_file
 
     path = tmp_path / "slot"
     with path.open("wb") as file:

@@ -18,7 +18,7 @@ from gyre_megatron.config.model import Architecture
 from gyre_megatron.config.training import TrainingConfig
 from gyre_megatron.training import build_model_chunks
 from gyre_megatron.weights.canonical import canonical_tensors
-from gyre_megatron.weights.checkpoint import piece_view
+from gyre_megatron.weights.checkpoint import box_view
 from gyre_megatron.weights.megatron import bind, layout_of
 from gyre_megatron.weights.parallel import parallelism_of
 
@@ -107,11 +107,14 @@ def _fill(
     weights = canonical_weights(architecture)
     for key, tensor in bind(layout, place.index, chunks).items():
         tensor.zero_()  # rows that pad the vocabulary
-        for piece in (p for t in layout.tensors(place.index) if t.key == key for p in t.pieces):
+        for local_box in (
+            p for t in layout.tensors(place.index) if t.key == key for p in t.local_boxes
+        ):
             box = tuple(
-                slice(at, at + size) for at, size in zip(piece.start, piece.shape, strict=True)
+                slice(at, at + size)
+                for at, size in zip(local_box.start, local_box.shape, strict=True)
             )
-            piece_view(tensor, piece).copy_(weights[piece.name][box])
+            box_view(tensor, local_box).copy_(weights[local_box.name][box])
 
 
 def main() -> None:

@@ -2,12 +2,11 @@
 geometry.
 
 `python -m tests.support.sglang_meta OUT CHECKPOINT:TP:EP:DP_ATTENTION ...` writes the first and last rank's tensors and
-pieces as OUT/<case number>-<rank>.json, each in a process forked after the imports.
+local boxes as OUT/<case number>-<rank>.json, each in a process forked after the imports.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import sys
@@ -91,24 +90,22 @@ def build(checkpoint: str, tp: int, rank: int, ep: int = 1, dp: int = 1, device:
         return _initialize_model(model_config, LoadConfig(), None)
 
 
-def geometry(checkpoint: str, tp: int, rank: int, ep: int = 1, dp: int = 1) -> dict:
-    """Tensors and pieces of one rank, as the loader in a server would report them."""
+def geometry(checkpoint: str, tp: int, rank: int, ep: int = 1, dp: int = 1) -> bytes:
+    """Tensors and local boxes of one rank, as the loader in a server would report them."""
     from gyre_megatron.config.model import Architecture
     from gyre_megatron.engines.probe import probe
+    from gyre_megatron.weights.messages import Status, encode
     from gyre_megatron.weights.shadow import tensor_specs
 
     model = build(checkpoint, tp, rank, ep, dp)
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-    pieces = probe(model, Architecture.from_checkpoint(checkpoint), parameters)
-    return {
-        "rank": rank,
-        "tensors": [spec._asdict() for spec in tensor_specs(parameters)],
-        "pieces": pieces,
-    }
+    local_boxes = probe(model, Architecture.from_checkpoint(checkpoint), parameters)
+    answer = Status(rank, 1, True, tensors=tensor_specs(parameters), local_boxes=local_boxes)
+    return encode(answer)
 
 
 def _rank(checkpoint: str, tp: int, rank: int, ep: int, dp: int, out: Path) -> None:
-    out.write_text(json.dumps(geometry(checkpoint, tp, rank, ep, dp)))
+    out.write_bytes(geometry(checkpoint, tp, rank, ep, dp))
 
 
 def main(out: Path, cases: list[str]) -> None:

@@ -13,6 +13,7 @@ from gyre_megatron.ops.boxes import (
     checksum_boxes_reference,
     copy_boxes,
     copy_boxes_reference,
+    copy_boxes_with_checksums,
     wrap64,
 )
 from gyre_megatron.weights.boxes import Box, grid_cells, intersect, subtract
@@ -50,6 +51,37 @@ def test_copy_and_checksum_equal_the_reference(case, source_dtype, target_dtype)
     assert torch.equal(expected, found)
     want = checksum_boxes_reference([source], [found], table)
     assert checksum_boxes([source], [found], table) == want
+    again = torch.zeros(num_targets, dtype=target_dtype)
+    assert copy_boxes_with_checksums([source], [again], table) == want
+    assert torch.equal(expected, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("numel", [2, 4097, 70_001, 9 << 20])
+def test_long_runs_equal_the_reference(dtype, numel):
+    """Runs take another way than short boxes, and long ones go past the caches."""
+    source = torch.randint(0, 256, (numel * dtype.itemsize + 8,), dtype=torch.uint8)
+    source = source[: numel * dtype.itemsize].view(dtype)
+    table = torch.tensor([[0, 1, 0, 3, 1, 1, numel - 1, 0, 0, 1, 0, 0, 1]])
+    found, expected = (torch.zeros(numel + 3, dtype=dtype) for _ in range(2))
+    copy_boxes_reference([source], [expected], table)
+    sums = copy_boxes_with_checksums([source], [found], table)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    there = table.clone()
+    there[:, 1] = 3  # what lies in the target has the sum of what was read
+    assert sums == checksum_boxes([expected], [expected], there)
+    if dtype in DTYPES:
+        assert sums == checksum_boxes_reference([source], [found], table)
+
+
+def test_a_checksum_past_the_largest_position_equals_the_reference():
+    """Weights of positions repeat after 2**31 elements."""
+    source = torch.randn(3000).bfloat16()
+    target = torch.empty(0, dtype=torch.bfloat16)
+    table = torch.tensor([[0, 0, 0, 2**31 - 1500, 1, 1, 3000, 0, 0, 1, 0, 0, 1]])
+    assert checksum_boxes([source], [target], table) == checksum_boxes_reference(
+        [source], [target], table
+    )
 
 
 def test_large_boxes_run_on_threads_and_equal_the_reference():
@@ -84,7 +116,11 @@ def test_box_outside_its_tensor_is_refused():
 def test_opcheck():
     source, target = torch.randn(4, 8), torch.zeros(4, 8)
     table = torch.tensor([[0, 0, 0, 0, 1, 4, 8, 0, 8, 1, 0, 8, 1]])
-    for op in (torch.ops.gyre.copy_boxes.default, torch.ops.gyre.checksum_boxes.default):
+    for op in (
+        torch.ops.gyre.copy_boxes.default,
+        torch.ops.gyre.checksum_boxes.default,
+        torch.ops.gyre.copy_boxes_with_checksums.default,
+    ):
         torch.library.opcheck(op, ([source], [target], table), test_utils=("test_schema",))
 
 

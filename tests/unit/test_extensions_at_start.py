@@ -24,6 +24,10 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
         ("rollout.proxy.tool_call_format=no.such:thing", "cannot be imported"),
         ("rollout.harness.kind=comand", "did you mean command"),
         ("rollout.harness.container_prefix=[docker, '{wrokspace}']", "did you mean {workspace}"),
+        ("weights.transport=collectiv", "did you mean collective"),
+        ("weights.transport=tests.unit.test_weights_config:no_peers", "cannot be called as"),
+        ("weights.transport=file", "weights.file_dir is not set"),
+        ("weights.interface=eth99", "no network interface or address 'eth99'"),
         ("rollout.harness.tasks=null", "rollout.harness.tasks is not set"),
     ],
 )

@@ -3,7 +3,8 @@ by name."""
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,17 @@ from gyre_megatron.engines import loader as weight_loader
 from gyre_megatron.engines.probe import probe
 from gyre_megatron.errors import LayoutError
 from gyre_megatron.ops.fp8 import BLOCK, dequantize_blocks, quantize_blocks
-from gyre_megatron.weights.shadow import STATUS_FILE, checksums
+from gyre_megatron.weights.boxes import LocalBox
+from gyre_megatron.weights.messages import (
+    PERMIT_FILE,
+    STATUS_FILE,
+    Command,
+    Status,
+    decode_status,
+    encode,
+)
+from gyre_megatron.weights.shadow import checksums
+from gyre_megatron.weights.shared_memory import OwnedDirectory, sweep
 
 ARCHITECTURE = Architecture(
     family="qwen3",
@@ -56,36 +67,54 @@ class Engine(torch.nn.Module):
                 self.head.weight.data.copy_(tensor)
 
 
+class Draft(Engine):
+    """A second model in the same process."""
+
+
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
     monkeypatch.setattr(weight_loader, "_tp_rank", lambda: 0)
+    monkeypatch.setattr(weight_loader, "_num_stages", lambda: 1)
     monkeypatch.setattr(
         weight_loader, "_refresh_derived", lambda model: None
     )  # needs SGLang; tested end to end
 
 
-def _run(model: Engine, folder: Path, op: str, **arguments) -> dict:
-    command = {"op": op, "directory": str(folder), "serial": 1, **arguments}
-    weight_loader.load(model, [(json.dumps(command), torch.empty(0))])
-    return json.loads((folder / STATUS_FILE.format(rank=0)).read_text())
+@pytest.fixture
+def folder(tmp_path):
+    """The directory of a publisher that is alive."""
+    owned = OwnedDirectory(tmp_path, "publisher-")
+    yield owned.path
+    owned.close()
 
 
-def _attach(model: Engine, folder: Path) -> dict:
+def _run(model: Engine, folder: Path, op: str, **arguments) -> Status:
+    command = Command(op, str(folder), 1, **arguments)
+    weight_loader.load(model, [(encode(command).decode(), torch.empty(0))])
+    return decode_status((folder / STATUS_FILE.format(rank=0)).read_bytes())
+
+
+def _attach(model: Engine, folder: Path) -> Status:
     return _run(model, folder, "attach", architecture=ARCHITECTURE.model_dump(mode="json"))
 
 
-def test_fp8_is_quantised_in_whole_blocks_on_the_way_in(tmp_path):
+def _commit(model: Engine, folder: Path) -> Status:
+    (folder / PERMIT_FILE).touch()
+    return _run(model, folder, "commit")
+
+
+def test_fp8_is_quantised_in_whole_blocks_on_the_way_in(folder):
     model = Engine(fp8=True)
     addresses = [p.data_ptr() for p in model.parameters()]
-    answer = _attach(model, tmp_path)
-    assert answer["ok"], answer
-    assert {t["key"]: t["dtype"] for t in answer["tensors"]}["head.weight"] == "bfloat16"
-    shadow = weight_loader._attached[str(tmp_path)]
+    answer = _attach(model, folder)
+    assert answer.ok, answer
+    assert {spec.key: spec.dtype for spec in answer.tensors}["head.weight"] == "bfloat16"
+    shadow = weight_loader._attached[str(folder)].shadow
     for tensor in shadow.tensors.values():
         tensor.copy_(torch.randn(tensor.shape))
     sums = checksums(shadow.tensors)
-    assert _run(model, tmp_path, "verify", checksums=[sums])["ok"]
-    assert _run(model, tmp_path, "commit")["ok"]
+    assert _run(model, folder, "verify", checksums=[sums]).ok
+    assert _commit(model, folder).ok
     assert [p.data_ptr() for p in model.parameters()] == addresses
     assert torch.equal(model.embed.data, shadow.tensors["embed"])
     restored = dequantize_blocks(model.head.weight.data, model.head.weight_scale_inv.data)
@@ -94,19 +123,108 @@ def test_fp8_is_quantised_in_whole_blocks_on_the_way_in(tmp_path):
     ).abs().max() < 0.07 * restored.abs().max()
 
 
-def test_damage_is_refused_and_nothing_is_touched(tmp_path):
+def test_damage_is_refused_and_nothing_is_touched(folder):
+    """Also of a tensor that was sent as zeros."""
     model = Engine()
-    assert _attach(model, tmp_path)["ok"]
-    shadow = weight_loader._attached[str(tmp_path)]
+    assert _attach(model, folder).ok
+    shadow = weight_loader._attached[str(folder)].shadow
     sums = checksums(shadow.tensors)
+    assert sums["norm"] == 0
     shadow.tensors["norm"][3] = 1.0
-    answer = _run(model, tmp_path, "verify", checksums=[sums])
-    assert (
-        not answer["ok"]
-        and "1 tensors arrived damaged" in answer["error"]
-        and "norm" in answer["error"]
-    )
+    answer = _run(model, folder, "verify", checksums=[sums])
+    assert not answer.ok
+    assert "1 tensors arrived damaged" in answer.error and "norm" in answer.error
     assert not any(p.any() for p in model.parameters())
+
+
+def test_a_tensor_without_a_checksum_is_refused(folder):
+    model = Engine()
+    assert _attach(model, folder).ok
+    sums = checksums(weight_loader._attached[str(folder)].shadow.tensors)
+    del sums["embed"]
+    answer = _run(model, folder, "verify", checksums=[sums])
+    assert not answer.ok and "without a checksum, first ['embed']" in answer.error
+
+
+def test_nothing_escapes_into_the_engine(tmp_path, folder, caplog):
+    """SGLang's scheduler dies of an exception; whatever the command is, it must not get one."""
+    model = Engine()
+    gone = OwnedDirectory(tmp_path, "publisher-")
+    assert _attach(model, gone.path).ok
+    gone.close()
+    for op in ("attach", "verify", "commit", "seal"):  # they were queued when the publisher gave up
+        weight_loader.load(model, [(encode(Command(op, str(gone.path), 2)).decode(), None)])
+        assert f"weight command {op} is stale" in caplog.text
+    weight_loader.load(model, [("not JSON", torch.empty(0))])
+    assert "was not answered" in caplog.text
+    answer = _run(model, folder, "dance")
+    assert not answer.ok and "unknown command 'dance'" in answer.error
+    (folder / STATUS_FILE.format(rank=0)).unlink()
+    (folder / STATUS_FILE.format(rank=0)).mkdir()  # as a full file system: it cannot be written
+    weight_loader.load(model, [(encode(Command("seal", str(folder), 3)).decode(), None)])
+    assert not any(p.any() for p in model.parameters())
+
+
+def test_a_model_whose_loading_fails_in_its_own_way_is_an_answer(folder, monkeypatch):
+    def broken(self, weights) -> None:
+        raise AssertionError("a bare assert of the engine's own")
+
+    monkeypatch.setattr(Engine, "load_weights", broken)
+    answer = _attach(Engine(), folder)
+    assert not answer.ok and "AssertionError: a bare assert" in answer.error
+
+
+def test_a_killed_publishers_commands_are_stale(tmp_path, folder):
+    model = Engine()
+    assert _attach(model, folder).ok
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    (killed / "owner").touch()  # the file is there, and nobody holds it any more
+    (killed / PERMIT_FILE).touch()
+    weight_loader.load(model, [(encode(Command("commit", str(killed), 2)).decode(), None)])
+    assert (killed / PERMIT_FILE).exists()
+
+
+def test_a_permit_that_was_taken_back_leaves_all_as_it_was(folder):
+    model = Engine()
+    assert _attach(model, folder).ok
+    weight_loader._attached[str(folder)].shadow.tensors["norm"].fill_(3.0)
+    answer = _run(model, folder, "commit")
+    assert not answer.ok and not answer.changed and "took its permit back" in answer.error
+    assert not any(p.any() for p in model.parameters())
+    assert _commit(model, folder).ok and (model.norm == 3.0).all()
+    assert not (folder / PERMIT_FILE).exists()  # and it cannot be taken back any more
+
+
+def test_a_commit_that_breaks_says_that_weights_may_have_changed(folder, monkeypatch):
+    model = Engine()
+    assert _attach(model, folder).ok
+    monkeypatch.setattr(weight_loader, "_refresh_derived", lambda model: 1 / 0)
+    answer = _commit(model, folder)
+    assert not answer.ok and answer.changed and "ZeroDivisionError" in answer.error
+
+
+def test_a_draft_model_is_refused_by_name(folder):
+    """SGLang runs every command for the target and then for the draft, in one process."""
+    target, draft = Engine(), Draft()
+    assert _attach(target, folder).ok
+    answer = _attach(draft, folder)
+    assert not answer.ok and "serves two models, Engine and Draft" in answer.error
+    assert not _run(target, folder, "verify", checksums=None).ok  # and neither is attached
+
+
+def test_pipeline_stages_are_refused_by_name(folder, monkeypatch):
+    monkeypatch.setattr(weight_loader, "_num_stages", lambda: 2)
+    answer = _attach(Engine(), folder)
+    assert not answer.ok and "2 pipeline stages" in answer.error
+
+
+def test_other_fp8_blocks_are_refused_before_anything_changes(folder):
+    model = Engine(fp8=True)
+    model.head.weight_scale_inv = torch.nn.Parameter(torch.zeros(4, 1), requires_grad=False)
+    answer = _attach(model, folder)
+    assert not answer.ok and "head.weight_scale_inv is torch.float32 (4, 1)" in answer.error
+    assert "blocks of 128 x 128" in answer.error
 
 
 def test_a_transformed_weight_is_refused_by_name():
@@ -127,9 +245,12 @@ def test_the_probe_writes_nothing():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(5)
-    pieces = probe(model, ARCHITECTURE, weight_loader._parameters(model))
+    local_boxes = probe(model, ARCHITECTURE, weight_loader._parameters(model))
     assert all((p == 5).all() for p in model.parameters())
-    assert ("model.embed_tokens.weight", (128, 0), (128, 64), "embed", 0, (64, 1)) in pieces
+    assert (
+        LocalBox("model.embed_tokens.weight", (128, 0), (128, 64), "embed", 0, (64, 1))
+        in local_boxes
+    )
 
 
 @pytest.mark.parametrize("shape", [(256, 128), (200, 130), (3, 129, 64)])
@@ -145,11 +266,26 @@ def test_block_scales(shape):
 
 
 def test_what_a_killed_publisher_left_is_swept_and_a_live_one_is_kept(tmp_path):
-    import os
+    """Whoever sweeps may not see the owner among its processes (another pid namespace)."""
+    mine = OwnedDirectory(tmp_path, "gyre-weights-")
+    killed = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    left = Path(killed.stdout.readline().strip())
+    sweep(tmp_path, "gyre-weights-")
+    assert left.is_dir()
+    killed.kill()
+    killed.wait()
+    sweep(tmp_path, "gyre-weights-")
+    assert list(tmp_path.iterdir()) == [mine.path]
+    mine.close()
+    assert not mine.path.exists()
 
-    from gyre_megatron.weights.engine import sweep
 
-    for owner in (os.getpid(), 2**22 + 1):  # larger than any process id
-        (tmp_path / f"gyre-weights-{owner}-x").mkdir()
-    sweep(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [f"gyre-weights-{os.getpid()}-x"]
+OWNER = """
+import sys, time, pathlib
+from gyre_megatron.weights.shared_memory import OwnedDirectory
+owned = OwnedDirectory(pathlib.Path(sys.argv[1]), "gyre-weights-")
+print(owned.path, flush=True)
+time.sleep(60)
+"""

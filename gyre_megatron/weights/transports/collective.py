@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from gyre_megatron.errors import TransferError
 from gyre_megatron.weights.process_groups import make_group
+from gyre_megatron.weights.rendezvous import WaitError
 from gyre_megatron.weights.transports.base import Inbox, Outbox, Transport
 
 _WINDOW = 2
@@ -21,16 +23,21 @@ class CollectiveTransport(Transport):
 
     def __init__(
         self,
-        store: dist.Store,
+        kv_store: dist.Store,
         process: int,
         num_processes: int,
         name: str = "gyre/weights/collective",
         timeout_s: float = 60.0,
         staging_bytes: int = 128 << 20,
         device: torch.device | str = "cpu",
+        address: str = "127.0.0.1",
+        direct_directory: Path | None = None,
     ) -> None:
-        super().__init__(store, process, num_processes, name, timeout_s, staging_bytes)
+        super().__init__(
+            kv_store, process, num_processes, name, timeout_s, staging_bytes, direct_directory
+        )
         self.device = torch.device(device)
+        self._address = address
         self._group: dist.ProcessGroup | None = None
         self._buffers: dict[bool, list[torch.Tensor]] = {True: [], False: []}
 
@@ -49,18 +56,21 @@ class CollectiveTransport(Transport):
             self.account(_WINDOW * self.bucket_bytes)
         return list(self._buffers[outgoing])
 
-    def begin(self) -> None:
-        super().begin()
+    def connect_streams(self) -> None:
         if self._group is not None:
             return
-        name = f"attempt{self.attempt}"
+        timeout = timedelta(seconds=self.timeout_s)
         try:
-            timeout = timedelta(seconds=self.timeout_s)
-            self._group = make_group(self.store, name, self.process, self.num_processes, timeout)
+            self._group = make_group(
+                self.kv_store,
+                f"swap{self.swap}",
+                self.process,
+                self.num_processes,
+                timeout,
+                self._address,
+            )
         except (RuntimeError, ValueError) as error:
-            raise TransferError(
-                f"process {self.process} could not join the weight transport: {error}"
-            ) from error
+            raise TransferError(f"the weight transport could not be joined: {error}") from error
 
     def outbox(self, peer: int) -> Outbox:
         return _CollectiveOutbox(self, peer)
@@ -69,21 +79,24 @@ class CollectiveTransport(Transport):
         return _CollectiveInbox(self, peer, sizes)
 
     def break_off(self) -> None:
+        super().break_off()
         self._group = None  # closes its connections: the peers' waits fail
 
     def recover(self) -> None:
-        """Drop the connections, and the buffers that a late message may still be written to."""
         self.close()
+
+    def release(self) -> None:
+        self.account(-sum(buffer.numel() for side in self._buffers.values() for buffer in side))
+        self._buffers = {True: [], False: []}
 
     def close(self) -> None:
         self._group = None
-        self.account(-sum(buffer.numel() for side in self._buffers.values() for buffer in side))
-        self._buffers = {True: [], False: []}
+        self.release()
 
     def group(self) -> dist.ProcessGroup:
         group = self._group
         if group is None:
-            raise TransferError(f"process {self.process}: the swap was given up")
+            raise WaitError("the swap was given up")
         return group
 
     def wait(self, work: dist.Work, what: str) -> None:
@@ -93,12 +106,13 @@ class CollectiveTransport(Transport):
             else:
                 work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            raise TransferError(f"process {self.process}: {what} failed: {error}") from error
+            raise WaitError(f"{what} failed: {error}") from error
 
 
 class _CollectiveOutbox(Outbox):
     def __init__(self, transport: CollectiveTransport, peer: int) -> None:
-        self._transport, self._peer = transport, peer
+        self._transport = transport
+        self._peer = peer
         self._free = transport.buffers(outgoing=True)
         self._busy: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._current = self._free[0], 0
@@ -128,7 +142,8 @@ class _CollectiveInbox(Inbox):
     """The next bucket is already on its way into the other buffer while one is installed."""
 
     def __init__(self, transport: CollectiveTransport, peer: int, sizes: Sequence[int]) -> None:
-        self._transport, self._peer = transport, peer
+        self._transport = transport
+        self._peer = peer
         self._free = transport.buffers(outgoing=False)
         self._expected = deque(sizes)
         self._arriving: deque[tuple[dist.Work, torch.Tensor, torch.Tensor]] = deque()

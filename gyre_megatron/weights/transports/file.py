@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import time
 from collections import deque
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from gyre_megatron.errors import TransferError
+from gyre_megatron.weights.rendezvous import WaitError
 from gyre_megatron.weights.transports.base import Inbox, Outbox, Transport
 
 _WINDOW = 2
@@ -28,7 +30,7 @@ class FileTransport(Transport):
 
     def __init__(
         self,
-        store: dist.Store,
+        kv_store: dist.Store,
         process: int,
         num_processes: int,
         directory: str | Path,
@@ -36,21 +38,19 @@ class FileTransport(Transport):
         timeout_s: float = 60.0,
         staging_bytes: int = 128 << 20,
     ) -> None:
-        super().__init__(store, process, num_processes, name, timeout_s, staging_bytes)
+        super().__init__(kv_store, process, num_processes, name, timeout_s, staging_bytes)
         self._root = Path(directory)
-        self._broken = False
+        self.folder = self._root
 
     @property
     def bucket_bytes(self) -> int:
         return self._staging_bytes // (_WINDOW + 1) // 4096 * 4096
 
-    @property
-    def folder(self) -> Path:
-        return self._root / f"attempt{self.attempt}-swap{self.swap}"
-
-    def begin(self) -> None:
-        super().begin()
-        self._broken = False
+    def connect_streams(self) -> None:
+        # A folder nobody has used: what a killed run left must not pass for this swap's buckets.
+        mine = f"swap{self.swap}-{secrets.token_hex(4)}".encode()
+        names = self.rendezvous.exchange("choosing a folder", payload=mine)
+        self.folder = self._root / names[0].decode()
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def finish(self, failure: BaseException | None) -> None:
@@ -58,7 +58,7 @@ class FileTransport(Transport):
         try:
             super().finish(failure)
         finally:
-            if self.process == 0:
+            if self.process == 0 and folder != self._root:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def outbox(self, peer: int) -> Outbox:
@@ -68,7 +68,7 @@ class FileTransport(Transport):
         return _FileInbox(self, peer)
 
     def break_off(self) -> None:
-        self._broken = True
+        super().break_off()
         with contextlib.suppress(FileNotFoundError):  # the swap is over and its folder gone
             (self.folder / "cancelled").touch()
 
@@ -76,17 +76,17 @@ class FileTransport(Transport):
         deadline = time.monotonic() + self.timeout_s
         while not reached():
             if self._broken or (self.folder / "cancelled").exists():
-                raise TransferError(f"process {self.process}: {what} was cancelled")
+                raise WaitError(f"{what} was cancelled")
             if time.monotonic() > deadline:
-                raise TransferError(
-                    f"process {self.process}: {what} took longer than {self.timeout_s} s"
-                )
+                raise WaitError(f"{what} took longer than {self.timeout_s:g} s")
             time.sleep(_POLL_S)
 
 
 class _FileOutbox(Outbox):
     def __init__(self, transport: FileTransport, peer: int) -> None:
-        self._transport, self._peer, self._count = transport, peer, 0
+        self._transport = transport
+        self._peer = peer
+        self._count = 0
         self._pending: deque[Path] = deque()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -115,7 +115,9 @@ class _FileOutbox(Outbox):
 
 class _FileInbox(Inbox):
     def __init__(self, transport: FileTransport, peer: int) -> None:
-        self._transport, self._peer, self._count = transport, peer, 0
+        self._transport = transport
+        self._peer = peer
+        self._count = 0
 
     def slot(self, nbytes: int) -> torch.Tensor:
         path = _path(self._transport, self._peer, self._transport.process, self._count)

@@ -1,7 +1,8 @@
-"""Buckets through memory shared by the processes of one host: the receiver installs straight from
-the sender's slot.
+"""Memory shared by the processes of one host.
 
-Every process owns one ring of slots and a page of counters, mapped by all others. The files are
+Where the receiver's tensors lie in windows, senders write straight into them: one read, one write.
+Tensors in private memory take buckets: the receiver installs straight from the sender's slot. For
+these every process owns one ring of slots and a page of counters, mapped by all others. The files are
 unlinked as soon as everyone has mapped them, so nothing outlives the processes, however they end.
 With CUDA the slots are page-locked host memory, which devices read and write directly.
 """
@@ -18,7 +19,9 @@ import torch.distributed as dist
 
 from gyre_megatron.errors import TransferError
 from gyre_megatron.ops.flags import flag_set, flag_wait
-from gyre_megatron.weights.transports.base import Inbox, Outbox, Transport, map_file, reserve_file
+from gyre_megatron.weights.rendezvous import WaitError
+from gyre_megatron.weights.shared_memory import map_file, reserve_file
+from gyre_megatron.weights.transports.base import Inbox, Outbox, Transport
 
 SLOTS = 4
 _POSTED, _BASE, _TAKEN, _PER_PEER = 0, 1, 2, 8
@@ -45,11 +48,11 @@ def _counter(peer: int, which: int) -> int:
 
 
 class IpcTransport(Transport):
-    """Rings in shared memory. All processes must be on one host."""
+    """Windows, and rings in shared memory. All processes must be on one host."""
 
     def __init__(
         self,
-        store: dist.Store,
+        kv_store: dist.Store,
         process: int,
         num_processes: int,
         name: str = "gyre/weights/ipc",
@@ -57,7 +60,9 @@ class IpcTransport(Transport):
         staging_bytes: int = 128 << 20,
         directory: str | Path = "/dev/shm",
     ) -> None:
-        super().__init__(store, process, num_processes, name, timeout_s, staging_bytes)
+        super().__init__(
+            kv_store, process, num_processes, name, timeout_s, staging_bytes, Path(directory)
+        )
         self._directory = directory
         self._rings: list[_Ring] = []
         self._outstanding: deque[tuple[int, int]] = deque()
@@ -67,8 +72,7 @@ class IpcTransport(Transport):
     def bucket_bytes(self) -> int:
         return self._staging_bytes // SLOTS // 4096 * 4096
 
-    def begin(self) -> None:
-        super().begin()
+    def connect_streams(self) -> None:
         if not self._rings:
             self._open()
         for peer in range(self.num_processes):  # counters of this swap start at zero
@@ -80,7 +84,8 @@ class IpcTransport(Transport):
 
     def _open(self) -> None:
         """Make this process's ring and map everyone's; collective."""
-        failure, rings = None, []
+        failure: TransferError | None = None
+        rings: list[_Ring] = []
         with tempfile.NamedTemporaryFile(prefix="gyre-ring-", dir=self._directory) as file:
             try:
                 reserve_file(file.fileno(), _Ring.size(self.num_processes, self.bucket_bytes))
@@ -90,14 +95,15 @@ class IpcTransport(Transport):
                     f"({error}); lower "
                     "weights.staging_mib"
                 )
-            paths = self.rendezvous.exchange(b"" if failure else file.name.encode())
-            if all(paths):
+            answers = self.rendezvous.exchange("making shared memory", failure, file.name.encode())
+            try:
                 rings = [
-                    _Ring(Path(p.decode()), self.num_processes, self.bucket_bytes)
-                    for p in paths
-                    if p
+                    _Ring(Path(path.decode()), self.num_processes, self.bucket_bytes)
+                    for path in answers
                 ]
-            self.rendezvous.agree(failure, "opening shared memory")
+            except (OSError, RuntimeError) as error:  # another host, or a device that refuses
+                failure = TransferError(f"a peer's shared memory cannot be mapped: {error}")
+            self.rendezvous.agree(failure, "mapping shared memory")
         self._rings = rings
         self.account(SLOTS * self.bucket_bytes)
 
@@ -108,6 +114,7 @@ class IpcTransport(Transport):
         return _IpcInbox(self, peer)
 
     def break_off(self) -> None:
+        super().break_off()
         for ring in self._rings:
             flag_set(ring.flags, _CANCEL, 1)
 
@@ -117,19 +124,21 @@ class IpcTransport(Transport):
             self.account(-SLOTS * self.bucket_bytes)
         self._rings = []
 
-    def close(self) -> None:
+    def release(self) -> None:
         self.recover()
 
     def wait(self, ring: _Ring, index: int, value: int, what: str) -> None:
         outcome = flag_wait(ring.flags, index, value, _CANCEL, self.timeout_s)
         if outcome != 1:
-            why = f"took longer than {self.timeout_s} s" if outcome == 0 else "was cancelled"
-            raise TransferError(f"process {self.process}: {what} {why}")
+            why = f"took longer than {self.timeout_s:g} s" if outcome == 0 else "was cancelled"
+            raise WaitError(f"{what} {why}")
 
 
 class _IpcOutbox(Outbox):
     def __init__(self, transport: IpcTransport, peer: int) -> None:
-        self._transport, self._peer, self._posted = transport, peer, 0
+        self._transport = transport
+        self._peer = peer
+        self._posted = 0
         self._ring = transport._rings[transport.process]
         flag_set(self._ring.flags, _counter(peer, _BASE), transport._sequence)
 
@@ -154,7 +163,9 @@ class _IpcOutbox(Outbox):
 
 class _IpcInbox(Inbox):
     def __init__(self, transport: IpcTransport, peer: int) -> None:
-        self._transport, self._peer, self._count = transport, peer, 0
+        self._transport = transport
+        self._peer = peer
+        self._count = 0
         self._ring = transport._rings[peer]
 
     def slot(self, nbytes: int) -> torch.Tensor:

@@ -1,27 +1,37 @@
 """One-sided reads with Mooncake's Transfer Engine: RDMA on a cluster, TCP on a CPU.
 
 As a bucket transport the receiver reads each bucket out of the sender's registered slots; the store
-carries only counters. `Exporter` and `pull` move whole shards without any help from the sender, for
-cells that join. After a failed read the engine may still write into its destination later (seen
+carries only counters. After a failed read the engine may still write into its destination later (seen
 with TCP), so a destination is never used again after a failure.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from gyre_megatron.errors import TransferError, VersionError
+from gyre_megatron.weights.rendezvous import WaitError
 from gyre_megatron.weights.transports.base import Inbox, Outbox, Transport
 
 _WINDOW = 2
 _graveyard: list[torch.Tensor] = []
 """Destinations of failed reads; kept so that a late write hits memory that nobody uses."""
+
+
+class _Slots(msgspec.Struct, array_like=True):
+    """Where a peer's slots lie."""
+
+    session: str
+    address: int
+
+
+_decode_slots = msgspec.msgpack.Decoder(_Slots).decode
 
 
 class Endpoint:
@@ -73,7 +83,7 @@ class Endpoint:
         on its way.
 
         Raises:
-            TransferError: the peer is gone or too slow; `target` must not be used again.
+            WaitError: the peer is gone or too slow; `target` must not be used again.
         """
         batch = self._engine.batch_transfer_async_read(
             session, [target.data_ptr()], [address], [nbytes]
@@ -81,7 +91,7 @@ class Endpoint:
         if (
             batch <= 0
         ):  # asking for the state of a batch that was never submitted crashes the process
-            raise TransferError(
+            raise WaitError(
                 f"reading {nbytes} bytes from {session} was refused at once; the peer is gone"
             )
         deadline, pause = time.monotonic() + timeout_s, 5e-5
@@ -92,8 +102,8 @@ class Endpoint:
             pause = min(2e-3, pause * 1.5)
         if state != 1:
             _graveyard.append(target)
-            why = "failed" if state else f"took longer than {timeout_s} s"
-            raise TransferError(f"reading {nbytes} bytes from {session} {why}")
+            why = "failed" if state else f"took longer than {timeout_s:g} s"
+            raise WaitError(f"reading {nbytes} bytes from {session} {why}")
 
 
 class MooncakeTransport(Transport):
@@ -101,7 +111,7 @@ class MooncakeTransport(Transport):
 
     def __init__(
         self,
-        store: dist.Store,
+        kv_store: dist.Store,
         process: int,
         num_processes: int,
         name: str = "gyre/weights/mooncake",
@@ -109,11 +119,10 @@ class MooncakeTransport(Transport):
         staging_bytes: int = 128 << 20,
         endpoint: Endpoint | None = None,
     ) -> None:
-        super().__init__(store, process, num_processes, name, timeout_s, staging_bytes)
+        super().__init__(kv_store, process, num_processes, name, timeout_s, staging_bytes)
         self.endpoint = endpoint or Endpoint()
         self._slots: torch.Tensor | None = None
         self.landing = torch.empty(0, dtype=torch.uint8)
-        self.broken = False
         self.outstanding: deque[tuple[int, int]] = deque()
         self.sequence = 0
 
@@ -126,9 +135,8 @@ class MooncakeTransport(Transport):
         assert self._slots is not None
         return self._slots
 
-    def begin(self) -> None:
-        super().begin()
-        self.broken, self.sequence = False, 0
+    def connect_streams(self) -> None:
+        self.sequence = 0
         self.outstanding.clear()
         if self._slots is None:
             self._slots = torch.empty(_WINDOW, self.bucket_bytes, dtype=torch.uint8)
@@ -136,22 +144,17 @@ class MooncakeTransport(Transport):
             self.endpoint.register(self._slots)
             self.endpoint.register(self.landing)
             self.account((_WINDOW + 1) * self.bucket_bytes)
-        where = json.dumps([self.endpoint.session, self._slots.data_ptr()]).encode()
-        answers = self.rendezvous.exchange(where)
-        self.rendezvous.agree(
-            None if all(answers) else TransferError("a peer stayed silent"), "opening the swap"
+        where = _Slots(self.endpoint.session, self._slots.data_ptr())
+        answers = self.rendezvous.exchange(
+            "opening the swap", payload=msgspec.msgpack.encode(where)
         )
-        self.peers = [json.loads(answer) for answer in answers if answer]
+        self.peers = [_decode_slots(answer) for answer in answers]
 
     def outbox(self, peer: int) -> Outbox:
         return _MooncakeOutbox(self, peer)
 
     def inbox(self, peer: int, sizes: Sequence[int]) -> Inbox:
         return _MooncakeInbox(self, peer)
-
-    def break_off(self) -> None:
-        self.broken = True
-        self.store.set(f"cancel{self.swap}", "1")
 
     def recover(self) -> None:
         """Fresh buffers: neither a late read nor a late write may meet the next swap."""
@@ -160,44 +163,37 @@ class MooncakeTransport(Transport):
             self.account(-(_WINDOW + 1) * self.bucket_bytes)
         self._slots = None
 
-    def close(self) -> None:
-        self.endpoint.close()
+    def release(self) -> None:
+        if self._slots is not None:
+            self.endpoint.unregister(self._slots)
+            self.endpoint.unregister(self.landing)
+            self.account(-(_WINDOW + 1) * self.bucket_bytes)
+        self._slots = None
+        self.landing = torch.empty(0, dtype=torch.uint8)
 
-    def wait(self, key: str, what: str) -> bytes:
-        """The value that a peer sets under `key`, which is then deleted."""
-        deadline, pause = time.monotonic() + self.timeout_s, 1e-4
-        while not self.store.check(
-            [key]
-        ):  # a blocking wait would hold the store against the other thread
-            if self.broken or self.store.check([f"cancel{self.swap}"]):
-                raise TransferError(f"process {self.process}: {what} was cancelled")
-            if time.monotonic() > deadline:
-                raise TransferError(
-                    f"process {self.process}: {what} took longer than {self.timeout_s} s"
-                )
-            time.sleep(pause)
-            pause = min(2e-3, pause * 1.5)
-        value = self.store.get(key)
-        self.store.delete_key(key)
-        return value
+    def close(self) -> None:
+        self.release()
+        self.endpoint.close()
 
 
 class _MooncakeOutbox(Outbox):
     def __init__(self, transport: MooncakeTransport, peer: int) -> None:
-        self._transport, self._peer, self._posted = transport, peer, 0
+        self._transport = transport
+        self._peer = peer
+        self._posted = 0
 
     def slot(self, nbytes: int) -> torch.Tensor:
         transport = self._transport
         if len(transport.outstanding) == _WINDOW:
             peer, number = transport.outstanding.popleft()
             key = f"taken{transport.swap}.{transport.process}-{peer}.{number}"
-            transport.wait(key, f"waiting for process {peer} to read a bucket")
+            transport.wait_key(key, f"waiting for process {peer} to read a bucket")
         return transport.slots[transport.sequence % _WINDOW, :nbytes]
 
     def post(self) -> None:
         transport = self._transport
         key = f"posted{transport.swap}.{transport.process}-{self._peer}.{self._posted}"
-        transport.store.set(key, str(transport.sequence % _WINDOW))
+        transport.kv_store.set(key, str(transport.sequence % _WINDOW))
         transport.outstanding.append((self._peer, self._posted))
         transport.sequence += 1
         self._posted += 1
@@ -208,85 +204,27 @@ class _MooncakeOutbox(Outbox):
 
 class _MooncakeInbox(Inbox):
     def __init__(self, transport: MooncakeTransport, peer: int) -> None:
-        self._transport, self._peer, self._count = transport, peer, 0
+        self._transport = transport
+        self._peer = peer
+        self._count = 0
 
     def slot(self, nbytes: int) -> torch.Tensor:
         transport = self._transport
         key = f"posted{transport.swap}.{self._peer}-{transport.process}.{self._count}"
-        slot = int(transport.wait(key, f"waiting for a bucket of process {self._peer}"))
-        session, base = transport.peers[self._peer]
-        address = base + slot * transport.bucket_bytes
-        transport.endpoint.read(session, transport.landing, address, nbytes, transport.timeout_s)
+        slot = int(transport.wait_key(key, f"waiting for a bucket of process {self._peer}"))
+        peer = transport.peers[self._peer]
+        address = peer.address + slot * transport.bucket_bytes
+        transport.endpoint.read(
+            peer.session, transport.landing, address, nbytes, transport.timeout_s
+        )
         return transport.landing[:nbytes]
 
     def release(self) -> None:
         transport = self._transport
-        transport.store.set(
+        transport.kv_store.set(
             f"taken{transport.swap}.{self._peer}-{transport.process}.{self._count}", "1"
         )
         self._count += 1
 
     def close(self) -> None:
         """The landing buffer belongs to the transport."""
-
-
-class Exporter:
-    """Offers this rank's training shard to joiners: they read it without this rank's help.
-
-    The buffers must not change between `publish` and the joiner's last read; the runtime freezes
-    weights while gradients accumulate.
-    """
-
-    def __init__(self, endpoint: Endpoint, buffers: Sequence[torch.Tensor]) -> None:
-        self._endpoint, self._buffers = endpoint, list(buffers)
-        for buffer in self._buffers:
-            endpoint.register(buffer)
-
-    def describe(self, version: int) -> dict:
-        """What a joiner needs, as JSON values: session, version, and address and bytes of each
-        buffer."""
-        sizes = [[b.data_ptr(), b.numel() * b.element_size()] for b in self._buffers]
-        return {"session": self._endpoint.session, "version": version, "buffers": sizes}
-
-
-def pull(
-    endpoint: Endpoint,
-    source: Mapping,
-    buffers: Sequence[torch.Tensor],
-    version: int,
-    chunk_bytes: int = 32 << 20,
-    timeout_s: float = 60.0,
-) -> int:
-    """Copy an exported shard into `buffers`, chunk by chunk through a landing buffer.
-
-    Args:
-        source: an `Exporter.describe` of a rank at the same position with the same layout.
-        version: the version that the joiner must have.
-
-    Returns:
-        Bytes read.
-
-    Raises:
-        TransferError: the exporter has another version or layout, or died; `buffers` may be partly
-        overwritten.
-    """
-    sizes = [b.numel() * b.element_size() for b in buffers]
-    if source["version"] != version or [n for _, n in source["buffers"]] != sizes:
-        raise TransferError(
-            f"{source['session']} offers version {source['version']} in {len(source['buffers'])} "
-            "buffers of "
-            f"{sum(n for _, n in source['buffers'])} bytes; version {version} of {sum(sizes)} "
-            "bytes was expected"
-        )
-    landing = torch.empty(min(chunk_bytes, max(sizes, default=1)), dtype=torch.uint8)
-    endpoint.register(landing)
-    try:
-        for buffer, (address, nbytes) in zip(buffers, source["buffers"], strict=True):
-            flat = buffer.detach().view(-1).view(torch.uint8)
-            for at in range(0, nbytes, chunk_bytes):
-                size = min(chunk_bytes, nbytes - at)
-                endpoint.read(source["session"], landing, address + at, size, timeout_s)
-                flat[at : at + size].copy_(landing[:size])
-    finally:
-        endpoint.unregister(landing)
-    return sum(sizes)
