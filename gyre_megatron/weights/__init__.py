@@ -5,7 +5,7 @@ Usable without the rest of the package; docs/hot_swap.md shows how in twenty lin
 
 from gyre_megatron.weights.canonical import canonical_tensors
 from gyre_megatron.weights.cell_sync import CellWeightSync, PublishError, PublishReport
-from gyre_megatron.weights.chain import chain_broadcast
+from gyre_megatron.weights.chain import CellChain, chain_broadcast
 from gyre_megatron.weights.checkpoint import (
     hf_named_tensors,
     load_hf_checkpoint,
@@ -23,6 +23,7 @@ from gyre_megatron.weights.transports.choose import Peers, open_transport
 from gyre_megatron.weights.transports.collective import CollectiveTransport
 
 __all__ = [
+    "CellChain",
     "CellWeightSync",
     "CollectiveTransport",
     "Inbox",

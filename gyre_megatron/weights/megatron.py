@@ -27,6 +27,7 @@ from gyre_megatron.weights.layout import (
 )
 from gyre_megatron.weights.megatron_names import LayerBlocks, MegatronStyle
 from gyre_megatron.weights.parallel import Parallelism, ParallelRank
+from gyre_megatron.weights.shards import vocabulary
 
 _PERSISTENT_BUFFERS = ("router.expert_bias",)
 
@@ -40,7 +41,8 @@ class MegatronLayout(Layout):
         parallelism: Parallelism,
         style: MegatronStyle | None = None,
     ) -> None:
-        self.architecture, self.parallelism = architecture, parallelism
+        self.architecture = architecture
+        self.parallelism = parallelism
         self.style = style or MegatronStyle()
         self.num_ranks = parallelism.world_size
         self._place = {
@@ -49,10 +51,8 @@ class MegatronLayout(Layout):
             for chunk, layers in enumerate(chunks)
             for index, layer in enumerate(layers)
         }
-        self._dense, self._experts = (
-            lru_cache(None)(self._build_dense),
-            lru_cache(None)(self._build_experts),
-        )
+        self._dense = lru_cache(None)(self._build_dense)
+        self._experts = lru_cache(None)(self._build_experts)
         self._outer = lru_cache(None)(self._build_outer)
         self._by_name = lru_cache(None)(index_by_name)
 
@@ -209,11 +209,7 @@ class MegatronLayout(Layout):
                 "padded_vocab_size to the padded "
                 "vocabulary that the model was built with"
             )
-        rows = total // tp
-        start, stop = min(tp_rank * rows, vocab), min((tp_rank + 1) * rows, vocab)
-        blocks = [Block(name, (start, 0), (stop - start, hidden))] if stop > start else []
-        blocks.append(Block(None, (), (rows - (stop - start), hidden)))
-        return stack(key, (rows, hidden), blocks, source)
+        return vocabulary(key, name, (vocab, hidden), total // tp, tp_rank, source)
 
 
 def named_tensors(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

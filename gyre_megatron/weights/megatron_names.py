@@ -16,6 +16,7 @@ from gyre_megatron.config.model import Architecture
 from gyre_megatron.errors import LayoutError
 from gyre_megatron.weights.boxes import Block, Index, LocalBox, LocalTensor, stack
 from gyre_megatron.weights.canonical import expert_prefix, layer_prefix, shared_expert_prefix
+from gyre_megatron.weights.shards import column_shard, cut, row_shard, whole
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,10 @@ class LayerBlocks:
     def __init__(
         self, architecture: Architecture, style: MegatronStyle, prefix: str, layer: int
     ) -> None:
-        self.arch, self.style, self.prefix, self.layer = architecture, style, prefix, layer
+        self.arch = architecture
+        self.style = style
+        self.prefix = prefix
+        self.layer = layer
         self.hf = layer_prefix(layer)
         self.is_mtp = layer >= architecture.num_layers
 
@@ -100,33 +104,24 @@ class LayerBlocks:
             )
         return tensors
 
-    # -- shapes of shards
-    # -------------------------------------------------------------------------------------
+    # -- shapes of shards ---------------------------------------------------
 
     def _cut(self, size: int, what: str) -> tuple[int, int]:
         """This rank's (start, length) of a dimension."""
-        if size % self.tp:
-            raise LayoutError(
-                f"layer {self.layer}: {what} of size {size} does not divide over {self.tp} ranks"
-            )
-        return self.rank * (size // self.tp), size // self.tp
+        return cut(size, self.tp, self.rank, f"layer {self.layer}: {what}")
 
     def _norm(self, key: str, name: str, size: int | None = None) -> LocalTensor:
         size = self.arch.hidden_size if size is None else size
-        return stack(self.prefix + key, (size,), [Block(self.hf + name, (0,), (size,))])
+        return whole(self.prefix + key, self.hf + name, (size,))
 
     def _replicated(self, key: str, name: str, shape: Index) -> LocalTensor:
-        return stack(self.prefix + key, shape, [Block(name, (0,) * len(shape), shape)])
+        return whole(self.prefix + key, name, shape)
 
-    def _column(self, key: str, name: str, rows: int, columns: int) -> LocalTensor:
-        start, length = self._cut(rows, name)
-        return stack(
-            self.prefix + key, (length, columns), [Block(name, (start, 0), (length, columns))]
-        )
+    def _column(self, key: str, name: str, size: int, width: int) -> LocalTensor:
+        return row_shard(self.prefix + key, [(name, size)], width, self.tp, self.rank)
 
-    def _row(self, key: str, name: str, rows: int, columns: int) -> LocalTensor:
-        start, length = self._cut(columns, name)
-        return stack(self.prefix + key, (rows, length), [Block(name, (0, start), (rows, length))])
+    def _row(self, key: str, name: str, size: int, width: int) -> LocalTensor:
+        return column_shard(self.prefix + key, name, size, width, self.tp, self.rank)
 
     # -- modules ---------------------------------------------------
 
@@ -209,9 +204,10 @@ class LayerBlocks:
                 Block(f"{hf}{n}_proj.weight", (group * head, 0), (head, hidden)) for n in ("k", "v")
             ]
             blocks += _clip(whole, start - group * height, start + length - group * height)
-        rows = sum(block.shape[0] for block in blocks)
+        height_here = sum(block.shape[0] for block in blocks)
+        qkv = self.prefix + "self_attention.linear_qkv.weight"
         tensors = [
-            stack(self.prefix + "self_attention.linear_qkv.weight", (rows, hidden), blocks),
+            stack(qkv, (height_here, hidden), blocks),
             self._row(
                 "self_attention.linear_proj.weight",
                 hf + "o_proj.weight",

@@ -1,6 +1,6 @@
 """SGLang's serving layout written down, for planning where no engine runs.
 
-A live engine's geometry is probed instead (`rollout.weight_probe`); tests hold this map against the
+A live engine's geometry is probed instead (`engines.probe`); tests hold this map against the
 probe of SGLang 0.5.23's own modules for every family. Facts: q, k and v are fused per rank and
 key/value heads are replicated where there are more ranks than heads; gate and up are fused; experts
 are stacked per rank, expert-parallel groups being consecutive ranks; with attention data
@@ -16,7 +16,7 @@ from math import lcm
 
 from gyre_megatron.config.model import Architecture
 from gyre_megatron.errors import LayoutError
-from gyre_megatron.weights.boxes import Block, Index, LocalTensor, stack
+from gyre_megatron.weights.boxes import Block, LocalTensor, stack
 from gyre_megatron.weights.canonical import (
     EMBEDDING,
     FINAL_NORM,
@@ -26,6 +26,7 @@ from gyre_megatron.weights.canonical import (
     shared_expert_prefix,
 )
 from gyre_megatron.weights.layout import Layout, Shard, index_by_name, merge_replicas, place_of
+from gyre_megatron.weights.shards import column_shard, cut, row_shard, vocabulary, whole
 
 _VOCAB_PADDING = 64
 
@@ -44,16 +45,15 @@ class SglangLayout(Layout):
     ) -> None:
         if tp % ep or tp % attention_dp:
             raise LayoutError(f"ep={ep} and attention_dp={attention_dp} must divide tp={tp}")
-        self.architecture, self.tp, self.ep = architecture, tp, ep
-        self.attention_tp, self.num_ranks = tp // attention_dp, tp
-        self._dense, self._experts = (
-            lru_cache(None)(self._build_dense),
-            lru_cache(None)(self._build_experts),
-        )
-        self._outer, self._by_name = (
-            lru_cache(None)(self._build_outer),
-            lru_cache(None)(index_by_name),
-        )
+        self.architecture = architecture
+        self.tp = tp
+        self.ep = ep
+        self.attention_tp = tp // attention_dp
+        self.num_ranks = tp
+        self._dense = lru_cache(None)(self._build_dense)
+        self._experts = lru_cache(None)(self._build_experts)
+        self._outer = lru_cache(None)(self._build_outer)
+        self._by_name = lru_cache(None)(index_by_name)
 
     def tensors(self, rank: int) -> Sequence[LocalTensor]:
         tensors = list(self._outer(rank))
@@ -81,31 +81,6 @@ class SglangLayout(Layout):
         size = self.tp // self.ep
         return range(group * size, (group + 1) * size)
 
-    # -- shapes of shards
-    # -------------------------------------------------------------------------------------
-
-    def _cut(self, size: int, ranks: int, rank: int, what: str) -> tuple[int, int]:
-        if size % ranks:
-            raise LayoutError(f"{what} of size {size} does not divide over {ranks} engine ranks")
-        return rank * (size // ranks), size // ranks
-
-    def _rows(
-        self, key: str, parts: Sequence[tuple[str, int]], columns: int, ranks: int, rank: int
-    ) -> LocalTensor:
-        """Row shards of several matrices, fused."""
-        cuts = [(name, *self._cut(size, ranks, rank, name)) for name, size in parts]
-        blocks = [Block(name, (start, 0), (length, columns)) for name, start, length in cuts]
-        return stack(key, (sum(length for _, _, length in cuts), columns), blocks)
-
-    def _columns(
-        self, key: str, name: str, rows: int, columns: int, ranks: int, rank: int
-    ) -> LocalTensor:
-        start, length = self._cut(columns, ranks, rank, name)
-        return stack(key, (rows, length), [Block(name, (0, start), (rows, length))])
-
-    def _whole(self, key: str, name: str, shape: Index) -> LocalTensor:
-        return stack(key, shape, [Block(name, (0,) * len(shape), shape)])
-
     # -- modules ---------------------------------------------------
 
     def _build_outer(self, rank: int) -> tuple[LocalTensor, ...]:
@@ -114,26 +89,22 @@ class SglangLayout(Layout):
             self._vocab(
                 "model.embed_tokens.weight", EMBEDDING, self.attention_tp, rank % self.attention_tp
             ),
-            self._whole("model.norm.weight", FINAL_NORM, (arch.hidden_size,)),
+            whole("model.norm.weight", FINAL_NORM, (arch.hidden_size,)),
         ]
         if not arch.tie_word_embeddings:
             tensors.append(self._vocab("lm_head.weight", OUTPUT, self.tp, rank))
         return tuple(tensors)
 
     def _vocab(self, key: str, name: str, ranks: int, rank: int) -> LocalTensor:
-        vocab, hidden = self.architecture.vocab_size, self.architecture.hidden_size
+        vocab = self.architecture.vocab_size
         step = lcm(_VOCAB_PADDING, ranks)
-        rows = -(-vocab // step) * step // ranks
-        start, stop = min(rank * rows, vocab), min((rank + 1) * rows, vocab)
-        blocks = [Block(name, (start, 0), (stop - start, hidden))] if stop > start else []
-        return stack(
-            key, (rows, hidden), [*blocks, Block(None, (), (rows - (stop - start), hidden))]
-        )
+        per_rank = -(-vocab // step) * step // ranks
+        return vocabulary(key, name, (vocab, self.architecture.hidden_size), per_rank, rank)
 
     def _build_dense(self, layer: int, rank: int) -> tuple[LocalTensor, ...]:
         arch, hf = self.architecture, layer_prefix(layer)
         norms = [
-            self._whole(hf + n, hf + n, (arch.hidden_size,))
+            whole(hf + n, hf + n, (arch.hidden_size,))
             for n in ("input_layernorm.weight", "post_attention_layernorm.weight")
         ]
         if arch.is_gdn_layer(layer):
@@ -153,8 +124,8 @@ class SglangLayout(Layout):
         hidden = self.architecture.hidden_size
         parts = [(f"{hf}{n}_proj.weight", width) for n in ("gate", "up")]
         return [
-            self._rows(hf + "gate_up_proj.weight", parts, hidden, self.tp, rank),
-            self._columns(
+            row_shard(hf + "gate_up_proj.weight", parts, hidden, self.tp, rank),
+            column_shard(
                 hf + "down_proj.weight", hf + "down_proj.weight", hidden, width, self.tp, rank
             ),
         ]
@@ -167,9 +138,9 @@ class SglangLayout(Layout):
         )
         tp, heads, groups = self.attention_tp, arch.num_attention_heads, arch.num_key_value_heads
         queries = heads * head * (2 if arch.attention_output_gate else 1)
-        start, length = self._cut(queries, tp, rank, hf + "q_proj")
+        start, length = cut(queries, tp, rank, hf + "q_proj")
         replicas = max(1, tp // groups)
-        first, count = self._cut(groups, min(tp, groups), rank // replicas, hf + "k_proj")
+        first, count = cut(groups, min(tp, groups), rank // replicas, hf + "k_proj")
         blocks = [Block(hf + "q_proj.weight", (start, 0), (length, hidden))]
         blocks += [
             Block(f"{hf}{n}_proj.weight", (first * head, 0), (count * head, hidden))
@@ -177,14 +148,13 @@ class SglangLayout(Layout):
         ]
         tensors = [
             stack(key + "qkv_proj.weight", (length + 2 * count * head, hidden), blocks),
-            self._columns(
+            column_shard(
                 key + "o_proj.weight", hf + "o_proj.weight", hidden, heads * head, tp, rank
             ),
         ]
         if arch.qk_norm:
             tensors += [
-                self._whole(f"{key}{n}_norm.weight", f"{hf}{n}_norm.weight", (head,))
-                for n in ("q", "k")
+                whole(f"{key}{n}_norm.weight", f"{hf}{n}_norm.weight", (head,)) for n in ("q", "k")
             ]
         return tensors
 
@@ -200,29 +170,25 @@ class SglangLayout(Layout):
         down = [(hf + "kv_a_proj_with_mqa.weight", latent)]
         if mla.q_lora_rank is None:
             tensors = [
-                self._rows(
+                row_shard(
                     hf + "q_proj.weight", [(hf + "q_proj.weight", queries)], hidden, tp, rank
                 ),
-                self._rows(hf + "kv_a_proj_with_mqa.weight", down, hidden, 1, 0),
+                row_shard(hf + "kv_a_proj_with_mqa.weight", down, hidden, 1, 0),
             ]
         else:
             fused = [(hf + "q_a_proj.weight", mla.q_lora_rank), *down]
             q_b = [(hf + "q_b_proj.weight", queries)]
             tensors = [
-                self._rows(hf + "fused_qkv_a_proj_with_mqa.weight", fused, hidden, 1, 0),
-                self._whole(
-                    hf + "q_a_layernorm.weight", hf + "q_a_layernorm.weight", (mla.q_lora_rank,)
-                ),
-                self._rows(hf + "q_b_proj.weight", q_b, mla.q_lora_rank, tp, rank),
+                row_shard(hf + "fused_qkv_a_proj_with_mqa.weight", fused, hidden, 1, 0),
+                whole(hf + "q_a_layernorm.weight", hf + "q_a_layernorm.weight", (mla.q_lora_rank,)),
+                row_shard(hf + "q_b_proj.weight", q_b, mla.q_lora_rank, tp, rank),
             ]
         kv_b = [(hf + "kv_b_proj.weight", heads * (mla.qk_nope_head_dim + mla.v_head_dim))]
         return [
             *tensors,
-            self._whole(
-                hf + "kv_a_layernorm.weight", hf + "kv_a_layernorm.weight", (mla.kv_lora_rank,)
-            ),
-            self._rows(hf + "kv_b_proj.weight", kv_b, mla.kv_lora_rank, tp, rank),
-            self._columns(
+            whole(hf + "kv_a_layernorm.weight", hf + "kv_a_layernorm.weight", (mla.kv_lora_rank,)),
+            row_shard(hf + "kv_b_proj.weight", kv_b, mla.kv_lora_rank, tp, rank),
+            column_shard(
                 hf + "o_proj.weight", hf + "o_proj.weight", hidden, heads * mla.v_head_dim, tp, rank
             ),
         ]
@@ -236,11 +202,11 @@ class SglangLayout(Layout):
         )
         conv = []
         for base, size in ((0, keys), (keys, keys), (2 * keys, values)):
-            start, length = self._cut(size, tp, rank, hf + "conv1d")
+            start, length = cut(size, tp, rank, hf + "conv1d")
             conv.append(
                 Block(hf + "conv1d.weight", (base + start, 0, 0), (length, 1, gdn.conv_kernel))
             )
-        first, heads = self._cut(gdn.num_value_heads, tp, rank, hf + "value heads")
+        first, heads = cut(gdn.num_value_heads, tp, rank, hf + "value heads")
         vectors = [
             stack(hf + n, (heads,), [Block(hf + n, (first,), (heads,))])
             for n in ("A_log", "dt_bias")
@@ -248,26 +214,26 @@ class SglangLayout(Layout):
         qkvz = [(hf + "in_proj_qkvz.weight", 2 * (keys + values))]
         ba = [(hf + "in_proj_ba.weight", 2 * gdn.num_value_heads)]
         return [
-            self._rows(hf + "in_proj_qkvz.weight", qkvz, hidden, tp, rank),
-            self._rows(hf + "in_proj_ba.weight", ba, hidden, tp, rank),
+            row_shard(hf + "in_proj_qkvz.weight", qkvz, hidden, tp, rank),
+            row_shard(hf + "in_proj_ba.weight", ba, hidden, tp, rank),
             stack(hf + "conv1d.weight", (sum(b.shape[0] for b in conv), 1, gdn.conv_kernel), conv),
             *vectors,
-            self._whole(hf + "norm.weight", hf + "norm.weight", (gdn.value_head_dim,)),
-            self._columns(hf + "out_proj.weight", hf + "out_proj.weight", hidden, values, tp, rank),
+            whole(hf + "norm.weight", hf + "norm.weight", (gdn.value_head_dim,)),
+            column_shard(hf + "out_proj.weight", hf + "out_proj.weight", hidden, values, tp, rank),
         ]
 
     def _moe(self, layer: int, rank: int) -> list[LocalTensor]:
         arch, moe, hf = self.architecture, self.architecture.moe, layer_prefix(layer) + "mlp."
         assert moe is not None
         tensors = [
-            self._whole(hf + "gate.weight", hf + "gate.weight", (moe.num_experts, arch.hidden_size))
+            whole(hf + "gate.weight", hf + "gate.weight", (moe.num_experts, arch.hidden_size))
         ]
         if moe.expert_bias:
             bias = hf + "gate.e_score_correction_bias"
-            tensors.append(self._whole(bias, bias, (moe.num_experts,)))
+            tensors.append(whole(bias, bias, (moe.num_experts,)))
         if moe.shared_expert_gate:
             gate = hf + "shared_expert_gate.weight"
-            tensors.append(self._whole(gate, gate, (1, arch.hidden_size)))
+            tensors.append(whole(gate, gate, (1, arch.hidden_size)))
         if moe.shared_expert_intermediate_size:
             tensors += self._mlp(
                 shared_expert_prefix(arch, layer), moe.shared_expert_intermediate_size, rank
@@ -282,8 +248,8 @@ class SglangLayout(Layout):
         )
         assert moe is not None
         size = self.tp // self.ep
-        first, count = self._cut(moe.num_experts, self.ep, rank // size, "experts")
-        start, length = self._cut(moe.intermediate_size, size, rank % size, "an expert's width")
+        first, count = cut(moe.num_experts, self.ep, rank // size, "experts")
+        start, length = cut(moe.intermediate_size, size, rank % size, "an expert's width")
         w13, w2 = [], []
         for expert in range(first, first + count):
             hf = expert_prefix(layer, expert)

@@ -16,7 +16,7 @@ from gyre_megatron.training import Trainer
 from gyre_megatron.training.pipeline import replica_batches
 from gyre_megatron.training.scoring import collect_logprobs
 from gyre_megatron.trajectory.packing import PackedBin
-from gyre_megatron.weights.checkpoint import piece_view
+from gyre_megatron.weights.checkpoint import box_view
 from gyre_megatron.weights.megatron import bind, layout_of
 
 Canonical = dict[str, torch.Tensor]
@@ -37,7 +37,7 @@ def canonical_gradients(trainer: Trainer) -> Canonical | None:
     place = trainer.parallel_rank().index
     bind(layout, place, trainer.model_chunks)  # checks that the layout describes these modules
     live = dict(trainer.named_parameters())
-    mine = [(p.name, p.start, p.shape, piece_view(live[p.tensor].main_grad, p).clone()) for p in layout.pieces(place)]
+    mine = [(p.name, p.start, p.shape, box_view(live[p.tensor].main_grad, p).clone()) for p in layout.local_boxes(place)]
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if dist.get_rank():

@@ -77,7 +77,7 @@ def test_every_canonical_element_is_held_and_reaches_every_engine(p, style):
             "8 experts do not divide over ep=3",
         ),
         (lambda: SglangLayout(MOE, 4, 3), "must divide tp=4"),
-        (lambda: SglangLayout(MOE, 32).tensors(0), "does not divide over 32 engine ranks"),
+        (lambda: SglangLayout(MOE, 32).tensors(0), "does not divide over 32 ranks"),
         (
             lambda: MegatronLayout(MOE, Parallelism(pp=2, stage_layers=(((0, 1),), ((1, 2, 3),)))),
             "stage_layers must list layers 0..3 once",
