@@ -59,7 +59,7 @@ def export_checkpoint(
     checkpoint.load(source, chunks, None, None)
     rank = dist.get_rank()
     transport = open_transport(
-        weights,
+        weights.model_copy(update={"file_dir": weights.file_dir or output.parent}),
         dist.distributed_c10d._get_default_store(),
         rank,
         dist.get_world_size(),
