@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,20 +31,15 @@ from gyre_megatron.engines.router import Router
 from gyre_megatron.errors import ConfigError
 from gyre_megatron.harness.extensions import load_extensions
 from gyre_megatron.harness.runner import HarnessContext, run_execution
+from gyre_megatron.integrations.slime_samples import record_of, samples_of
 from gyre_megatron.proxy.app import create_proxy_app
 from gyre_megatron.proxy.http_server import listen, serving
 from gyre_megatron.text.renderer import Renderer
 from gyre_megatron.trajectory.advantages import group_advantages
-from gyre_megatron.trajectory.columns import NOT_SAMPLED
-from gyre_megatron.trajectory.processor import ProcessedGroup, process_group
-from gyre_megatron.trajectory.records import Outcome
+from gyre_megatron.trajectory.processor import process_group
 from gyre_megatron.trajectory.store import TrajectoryStore
-from gyre_megatron.trajectory.tree import ExecutionTree, Trajectory
 
 __all__ = ["SlimeConfig", "close", "generate", "group_rewards", "reward"]
-
-RECORD = "gyre"
-"""Key of a sample's metadata under which `generate` leaves what `reward` and `group_rewards` read."""
 
 _COUNTED = ("scored", "placeholder")
 _CALLS_OF_THE_ROUTER = 4096  # slime's router spreads calls over its engines: to ours it is one
@@ -90,7 +84,7 @@ async def generate(
     outcome = await run_execution(service.context, execution_id)
     processor = service.context.config.processor
     group = await asyncio.to_thread(process_group, service.context.store, group_id, processor)
-    return _samples(sample, group, outcome, execution_id, service.renderer)
+    return samples_of(sample, group, outcome, execution_id, service.renderer)
 
 
 async def reward(args: Any, sample: Any, **_: Any) -> Any:
@@ -101,7 +95,7 @@ async def reward(args: Any, sample: Any, **_: Any) -> Any:
     """
     if isinstance(sample, list):
         return [await reward(args, one) for one in sample]
-    return float(_record(sample)["reward"])
+    return float(record_of(sample)["reward"])
 
 
 def group_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
@@ -116,7 +110,7 @@ def group_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[
     """
     groups: dict[Any, dict[str, float]] = {}
     for sample in samples:
-        record = _record(sample)
+        record = record_of(sample)
         rewards = groups.setdefault(sample.group_index, {})
         if record["status"] in _COUNTED:
             rewards[record["execution"]] = float(record["reward"])
@@ -125,8 +119,8 @@ def group_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[
     for rewards in groups.values():
         found = group_advantages(np.asarray(list(rewards.values()), np.float64), processor)
         advantages |= dict(zip(rewards, found, strict=True))
-    raw = [float(_record(sample)["reward"]) for sample in samples]
-    return raw, [advantages.get(_record(sample)["execution"], 0.0) for sample in samples]
+    raw = [float(record_of(sample)["reward"]) for sample in samples]
+    return raw, [advantages.get(record_of(sample)["execution"], 0.0) for sample in samples]
 
 
 async def close() -> None:
@@ -231,93 +225,3 @@ def _task_of(sample: Any, service: _Service) -> str:
         return service.context.tasks[name].name
     except ConfigError as error:
         raise ConfigError(f"sample {sample.index}: metadata.task: {error}") from None
-
-
-def _record(sample: Any) -> dict[str, Any]:
-    record = (sample.metadata or {}).get(RECORD)
-    if record is None:
-        raise ConfigError(
-            f"sample {sample.index} was not made by gyre_megatron.integrations.slime.generate; name "
-            "that function under --custom-generate-function-path"
-        )
-    return record
-
-
-def _samples(
-    sample: Any, group: ProcessedGroup, outcome: Outcome, execution_id: str, renderer: Renderer
-) -> list[Any]:
-    """What slime trains on: the trajectories of the execution, or a sample that trains nothing."""
-    counts = execution_id in group.rewards
-    record = {
-        "execution": execution_id,
-        "status": outcome.status if counts else "excluded",
-        "reward": group.rewards.get(execution_id, 0.0),
-    }
-    if problems := [excluded.problem for excluded in group.excluded]:
-        record["reason"] = f"{problems[0].reason}: {problems[0].detail}"
-    trained = [
-        _trained(_sibling(sample, record | {"role": trajectory.role}), tree, index, renderer)
-        for tree in group.trees
-        for index, trajectory in enumerate(tree.trajectories)
-    ]
-    return trained or [_untrained(_sibling(sample, record), counts, renderer)]
-
-
-def _sibling(sample: Any, record: dict[str, Any]) -> Any:
-    made = copy.copy(sample)
-    made.metadata = {**(sample.metadata or {}), RECORD: record}
-    made.reward = record["reward"]
-    known = getattr(sample, "rollout_id", None)
-    made.rollout_id = sample.index if known is None else known
-    return made
-
-
-def _trained(made: Any, tree: ExecutionTree, index: int, renderer: Renderer) -> Any:
-    columns = _branch_columns(tree, tree.trajectories[index], index)
-    first = int(np.flatnonzero(columns.sampled)[0])  # the prompt is what nobody sampled
-    made.tokens = columns.token_ids.tolist()
-    made.response_length = len(made.tokens) - first
-    made.loss_mask = columns.trained[first:].astype(int).tolist()
-    made.rollout_log_probs = columns.logprobs[first:].tolist()
-    made.response = renderer.tokens.decode(made.tokens[first:], skip_special=False)
-    versions = columns.versions[columns.sampled].tolist()
-    made.weight_versions = [str(version) for version in dict.fromkeys(versions)]
-    made.remove_sample = False
-    made.status = made.Status.COMPLETED
-    return made
-
-
-def _untrained(made: Any, counts: bool, renderer: Renderer) -> Any:
-    """A prompt of one token and a masked answer of one: slime wants both to exist."""
-    made.tokens = [renderer.turn_end_id] * 2
-    made.response, made.response_length = "", 1
-    made.loss_mask, made.rollout_log_probs = [0], [0.0]
-    made.weight_versions = []
-    made.remove_sample = True
-    made.status = made.Status.COMPLETED if counts else made.Status.ABORTED
-    return made
-
-
-@dataclass(frozen=True)
-class _BranchColumns:
-    """A branch token by token, from its root: arrays [n]."""
-
-    token_ids: np.ndarray
-    sampled: np.ndarray
-    trained: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-
-
-def _branch_columns(tree: ExecutionTree, trajectory: Trajectory, index: int) -> _BranchColumns:
-    path = tree.path(trajectory.leaf)
-    nodes = [tree.nodes[node] for node in path]
-    mine = [tree.owner[node] == index for node in path]
-    versions = np.concatenate([node.weight_versions for node in nodes])
-    return _BranchColumns(
-        token_ids=np.concatenate([node.token_ids for node in nodes]),
-        sampled=versions != NOT_SAMPLED,
-        trained=np.concatenate([n.trainable & own for n, own in zip(nodes, mine, strict=True)]),
-        logprobs=np.concatenate([node.behaviour_logprobs for node in nodes]),
-        versions=versions,
-    )

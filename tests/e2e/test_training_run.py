@@ -108,9 +108,10 @@ def test_a_burst_of_two_steps_brings_joining_cells_to_the_cores_weights(tmp_path
     assert all(record["logprob_gap"] <= 1e-4 for record in records)
 
 
-def exported(run: TrainingRun, output: Path) -> dict[str, torch.Tensor]:
-    """The tensors that `gyre export` writes of a finished run, from a process of its own."""
-    command = [sys.executable, "-m", "gyre_megatron", "export", str(run.directory), str(output)]
+def exported(run: TrainingRun, output: Path, *launcher: str) -> dict[str, torch.Tensor]:
+    """The tensors that `gyre export` writes of a finished run, from processes of its own."""
+    command = [sys.executable, *launcher, "-m", "gyre_megatron", "export"]
+    command += [str(run.directory), str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{output}: step 2 of {run.directory}, fp32\n"
@@ -133,6 +134,10 @@ def test_one_cell_of_two_ranks_trains_and_serves_with_tensor_parallelism(tmp_pat
     before = load_file(base / "model.safetensors")
     assert tensors.keys() == before.keys()
     assert any(not torch.equal(tensors[name], before[name]) for name in before), "nothing learnt"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    divided = exported(run, tmp_path / "divided", *torchrun)
+    assert divided.keys() == tensors.keys()
+    assert all(torch.equal(divided[name], tensors[name]) for name in tensors)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     chat = [{"role": "user", "content": "hello"}]

@@ -239,10 +239,11 @@ def test_one_proxy_serves_all_samples_and_evaluation_has_its_own_sampling(tmp_pa
         made = await asyncio.gather(*(slime.generate(here.args, s, SAMPLING) for s in samples))
         assert {s.rollout_id for samples in made for s in samples} == {0, 1, 2, 3}
         assert len(here.stores) == 1
-        greedy = SAMPLING | {"temperature": 0.6, "max_new_tokens": 8}
-        (kept, *_) = await slime.generate(here.args, here.sample(9), greedy, evaluation=True)
+        cooler = SAMPLING | {"temperature": 0.6, "max_new_tokens": 8}
+        (kept, *_) = await slime.generate(here.args, here.sample(9), cooler, evaluation=True)
         assert len(here.stores) == 2 and kept.reward == 1.0
-        with TrajectoryStore(here.stores[0], read_only=True) as store:
+        (file,) = [file for file in here.stores if "t0.6" in file.name]
+        with TrajectoryStore(file, read_only=True) as store:
             (group,) = store.groups()
             assert group.query["evaluation"] is True
             nodes = store.nodes(store.executions()[0].execution_id)
