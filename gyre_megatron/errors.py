@@ -56,6 +56,10 @@ class PolicyError(GyreError, ValueError):
     """A scheduler state or order is impossible."""
 
 
+class StalledError(PolicyError):
+    """Nothing can happen any more, and the run is not over."""
+
+
 class CheckpointError(GyreError, RuntimeError):
     """A checkpoint is missing, incomplete or belongs to another run."""
 

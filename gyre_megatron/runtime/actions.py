@@ -90,6 +90,8 @@ class Actions:
                     self._set_role(cell, CellRole.LEAVING)
                 return self._leave(order)
             case Return():
+                if self._parts.batch.num_admitted:
+                    self._parts.batch.give_up()
                 for cell in order.cells:
                     self._set_role(cell, CellRole.RETURNING)
                 return self._return(order)

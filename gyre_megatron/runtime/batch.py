@@ -54,18 +54,22 @@ class BatchBuilder:
         return len(self.record.group_ids)
 
     @property
-    def num_ready(self) -> int:
-        """Finished groups that no step has trained or admitted."""
-        return self._store.num_finished_groups - self.num_admitted
+    def ready_versions(self) -> tuple[int, ...]:
+        """Weight versions under which the groups were dispatched that are finished and that no step
+        has trained or admitted, ascending."""
+        return tuple(map(self._store.weight_version, self._ready()))
+
+    def _ready(self) -> list[str]:
+        admitted = set(self.record.group_ids)
+        return [group for group in self._store.finished_groups() if group not in admitted]
 
     async def admit_next(self, weight_version: int) -> int:
-        """Process, pack and queue the ready group that finished first; returns its micro-steps.
+        """Process, pack and queue the ready group of the oldest weights; returns its micro-steps.
 
         Args:
             weight_version: version that is being trained, for the staleness of the group.
         """
-        admitted = set(self.record.group_ids)
-        group_id = next(g for g in self._store.finished_groups() if g not in admitted)
+        group_id = self._ready()[0]
         # In a thread: a group of long executions takes a second, and the loop streams calls.
         processed, bins = await asyncio.to_thread(self._process, group_id, weight_version)
         # No await from here on: the group counts as admitted together with its micro-steps, or the
@@ -101,6 +105,14 @@ class BatchBuilder:
         self.record.micro_steps_by_cell[cell] += 1
         self.record.training_seconds_by_cell[cell] += seconds
         self.record.micro_step_metrics.update(metrics)
+
+    def give_up(self) -> None:
+        """Drop the step in progress, whose gradients are lost: its groups are ready again."""
+        log.warning(
+            "the batch of %d groups is given up: no engine is left and cells must serve",
+            self.num_admitted,
+        )
+        self.record = BatchRecord()
 
     def next_step(self) -> BatchRecord:
         """End the step in progress: returns its batch and starts an empty one."""

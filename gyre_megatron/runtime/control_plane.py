@@ -9,6 +9,7 @@ order means is in `actions`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Coroutine
 from typing import Any
 
@@ -82,7 +83,8 @@ class ControlPlane:
         parts = self.parts
         run = parts.run
         dispatched, started, finished = parts.store.counters()
-        return SchedulerState(
+        ready = parts.batch.ready_versions
+        state = SchedulerState(
             roles=tuple(run.roles),
             dispatched=dispatched,
             started=started,
@@ -90,7 +92,9 @@ class ControlPlane:
             trained_steps=run.trained_steps,
             published_steps=run.published_steps,
             total_steps=parts.config.run.num_steps,
-            ready_groups=parts.batch.num_ready,
+            ready_groups=len(ready),
+            ready_versions=ready,
+            unfinished_versions=parts.store.unfinished_versions,
             admitted_groups=parts.batch.num_admitted,
             open_micro_steps=self.micro_steps.num_open,
             batch_has_bins=parts.batch.record.num_bins > 0,
@@ -101,11 +105,15 @@ class ControlPlane:
             checkpoint_interval=parts.config.run.checkpoint_interval,
             admitting=self._admission is not None,
             busy=self._serial is not None,
-            # No policy is asked while a serial order is carried out.
-            outlook=None
-            if self._serial is not None
-            else parts.measurements.outlook(parts.router.load_profile.slowdown),
         )
+        scheduler = parts.config.scheduler
+        parts.measurements.load(state.num_running, state.serving_capacity(scheduler))
+        if state.busy:  # no policy is asked while a serial order is carried out
+            return state
+        slowdown = parts.router.load_profile.slowdown
+        num_needed = state.executions_burst_needs(scheduler)
+        outlook = parts.measurements.outlook(slowdown, num_needed)
+        return dataclasses.replace(state, outlook=outlook)
 
     def _begin(self, order: Order) -> None:
         """Begin an order. Never waits, so that nothing happens between the orders of one

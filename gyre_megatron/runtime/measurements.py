@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gyre_megatron.scheduler.durations import Durations
+from gyre_megatron.scheduler.durations import Durations, LoadHistory
 from gyre_megatron.scheduler.orders import Leave, Return, SerialOrder
 from gyre_megatron.scheduler.outlook import Outlook
 
@@ -44,7 +44,8 @@ class Measurements:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._durations = Durations()
-        self._started: dict[str, float] = {}
+        self._loads = LoadHistory()
+        self._started: dict[str, tuple[float, float]] = {}  # (when, integral of load), oldest first
         self._micro_step_s = RunningMean()
         self._group_micro_steps = RunningMean()
         self._leave_s = RunningMean()
@@ -54,13 +55,21 @@ class Measurements:
 
     def execution_started(self, execution_id: str) -> None:
         """A harness runs from now on."""
-        self._started[execution_id] = self._clock()
+        now = self._clock()
+        self._started[execution_id] = (now, self._loads.integral(now))
 
     def execution_ended(self, execution_id: str) -> None:
         """Its execution has ended, however."""
-        seconds = self._clock() - self._started.pop(execution_id)
-        self._durations.add(seconds)
+        now = self._clock()
+        started, integral = self._started.pop(execution_id)
+        seconds = now - started
+        load = (self._loads.integral(now) - integral) / seconds if seconds > 0 else 0.0
+        self._durations.add(seconds, load)
         self._execution_s += seconds
+
+    def load(self, running: int, capacity: int) -> None:
+        """From now on `running` executions use the `capacity` of the cells that serve."""
+        self._loads.update(self._clock(), running, capacity)
 
     def call_ended(self, seconds: float) -> None:
         """A call has spent `seconds` on an engine."""
@@ -81,16 +90,17 @@ class Measurements:
         elif isinstance(order, Return):
             self._return_s.add(seconds)
 
-    def outlook(self, slowdown: float) -> Outlook | None:
+    def outlook(self, slowdown: float, num_needed: int) -> Outlook | None:
         """What is known now; None before an execution has ended and a micro-step was trained.
 
         Args:
             slowdown: of engines under load, as the router has measured it.
+            num_needed: executions that the burst in progress lacks.
         """
         if not len(self._durations) or self._micro_step_s.value is None:
             return None
         now = self._clock()
-        elapsed = [now - started for started in self._started.values()]
+        elapsed = [now - started for started, _ in self._started.values()]
         # Calls of executions that still run count in full, so the share is an upper bound.
         total = self._execution_s + sum(elapsed)
         return Outlook(
@@ -98,8 +108,9 @@ class Measurements:
             micro_steps_per_group=self._group_micro_steps.or_else(1.0),
             leave_s=self._leave_s.or_else(FIRST_GUESS_S),
             return_s=self._return_s.or_else(FIRST_GUESS_S),
-            execution_s=self._durations.mean,
-            remaining_s=self._durations.remaining(elapsed),
+            execution_s=self._durations.mean(elapsed),
+            remaining_s=self._durations.remaining(elapsed[:num_needed], elapsed),
             call_share=min(self._call_s / total, 1.0) if total else 0.0,
             slowdown=slowdown,
+            execution_load=self._durations.mean_load,
         )

@@ -9,7 +9,6 @@ from gyre_megatron.scheduler.orders import CellOrder, Order
 from gyre_megatron.scheduler.outlook import Outlook
 from gyre_megatron.scheduler.policies import POLICIES, Policy
 from gyre_megatron.scheduler.state import CellRole, SchedulerState
-from gyre_megatron.scheduler.wanted import Wanted
 
 __all__ = [
     "POLICIES",
@@ -19,6 +18,5 @@ __all__ = [
     "Outlook",
     "Policy",
     "SchedulerState",
-    "Wanted",
     "decide",
 ]

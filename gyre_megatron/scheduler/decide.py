@@ -11,7 +11,8 @@ decisions):
 - a cell that trains holds the weights of the step in progress before it claims a micro-step, and
   no order zeroes a gradient that the step still needs;
 - weights are published at the end of a burst only, and groups are dispatched at publications only;
-- a step's groups are admitted only once it is settled who trains.
+- a step's groups are admitted only once it is settled who trains;
+- no group is trained later than `scheduler.max_staleness_steps` allows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from gyre_megatron.config.scheduler import SchedulerConfig
-from gyre_megatron.errors import PolicyError
+from gyre_megatron.errors import PolicyError, StalledError
 from gyre_megatron.scheduler.orders import (
     Admit,
     Checkpoint,
@@ -35,7 +36,6 @@ from gyre_megatron.scheduler.orders import (
 )
 from gyre_megatron.scheduler.policies import POLICIES, Policy
 from gyre_megatron.scheduler.state import CellRole, SchedulerState
-from gyre_megatron.scheduler.wanted import Wanted
 
 
 def decide(state: SchedulerState, config: SchedulerConfig) -> tuple[Order, ...]:
@@ -110,12 +110,14 @@ def _change_roles(state: SchedulerState, config: SchedulerConfig) -> tuple[Order
     about what is about to be dispatched first, and then about what has been.
     """
     num_training = len(state.training_cells)
-    wanted, max_waterlevel = _wanted(state, config)
+    wanted = _wanted(state, config)
     # A cell that returned in the middle of a batch would lose its gradients, and in the middle of a
     # burst it would serve weights that were never published.
     if wanted < num_training and state.at_boundary:
         return (Return(state.training_cells[wanted:], state.published_steps),)
-    if (num_groups := _groups_to_dispatch(state, config, max_waterlevel)) > 0:
+    if _nobody_serves_what_the_burst_needs(state, config):
+        return (Return(state.training_cells, state.trained_steps),)
+    if (num_groups := _groups_to_dispatch(state, config)) > 0:
         return (Dispatch(num_groups),)
     if wanted > num_training and state.has_training_work(config):
         return _leave(state, config, wanted)
@@ -125,40 +127,54 @@ def _change_roles(state: SchedulerState, config: SchedulerConfig) -> tuple[Order
 def _leave(state: SchedulerState, config: SchedulerConfig, wanted: int) -> tuple[Order, ...]:
     """Cells leave together where the policy wants several at once.
 
-    With nobody left to serve, executions that are unfinished wait; that is allowed only if the step
-    in progress does not need them, or nothing would ever happen again.
+    With nobody left to serve, executions that are unfinished wait; that is allowed only if the
+    burst in progress does not need them, or nothing would ever happen again.
     """
-    if wanted == len(state.roles) and state.waterlevel > 0 and not state.standalone_capacity:
-        missing = state.groups_to_train(config)
-        if state.ready_groups < missing:
+    if state.waterlevel > 0 and state.capacity_beyond(wanted, config) == 0:
+        lacking = state.groups_to_train(config) - state.trainable_groups(config)
+        if lacking > 0 and wanted < len(state.roles):
+            return ()  # the engines that would serve are dead
+        if lacking > 0:
             raise PolicyError(
                 f"scheduler.policy {config.policy!r} wants every cell to train while "
                 f"{state.waterlevel} executions are unfinished and the burst in progress needs "
-                f"{missing - state.ready_groups} more groups; no cell would serve them"
+                f"{lacking} more groups; no cell would serve them"
             )
     return (Leave(tuple(range(len(state.training_cells), wanted))),)
 
 
-def _groups_to_dispatch(
-    state: SchedulerState, config: SchedulerConfig, max_waterlevel: int | None
-) -> int:
-    """To the dispatch depth, as far as the policy wants; at least what the next burst needs."""
+def _nobody_serves_what_the_burst_needs(state: SchedulerState, config: SchedulerConfig) -> bool:
+    """Whether engines were lost until the burst cannot go on unless cells return in its middle.
+
+    What they then serve are weights that were never published; tokens carry their version. A batch
+    in progress is finished first if it can be, else it is given up: its groups are ready again.
+    """
+    lost = (
+        state.training_cells
+        and state.waterlevel > 0
+        and state.serving_capacity(config) == 0
+        and state.capacity_beyond(0, config) > 0
+    )
+    if not lost or state.trainable_groups(config) >= state.groups_to_train(config):
+        return False
+    if not state.batch_in_progress:
+        return True
+    idle = state.open_micro_steps == 0 and not state.admitting
+    return idle and state.admissible_groups(config) == 0
+
+
+def _groups_to_dispatch(state: SchedulerState, config: SchedulerConfig) -> int:
     if state.trained_steps > state.published_steps:
         return 0
-    num_groups = state.groups_to_dispatch(config)
-    if max_waterlevel is None:
-        return num_groups
-    room = max(max_waterlevel - state.waterlevel, 0) // config.executions_per_group
-    return min(num_groups, max(room, state.groups_burst_lacks(config)))
+    return state.groups_to_dispatch(config)
 
 
-def _wanted(state: SchedulerState, config: SchedulerConfig) -> Wanted:
-    answer = _policy(config.policy)(state, config)
-    wanted = answer if isinstance(answer, Wanted) else Wanted(answer)
+def _wanted(state: SchedulerState, config: SchedulerConfig) -> int:
+    wanted = _policy(config.policy)(state, config)
     num_cells = len(state.roles)
-    if type(wanted.prefix) is not int or not 0 <= wanted.prefix <= num_cells:
+    if type(wanted) is not int or not 0 <= wanted <= num_cells:
         raise PolicyError(
-            f"scheduler.policy {config.policy!r} returned {answer!r}; expected the number of cells "
+            f"scheduler.policy {config.policy!r} returned {wanted!r}; expected the number of cells "
             f"that should train, an int between 0 and {num_cells}"
         )
     return wanted
@@ -185,8 +201,7 @@ def _admit(state: SchedulerState, config: SchedulerConfig) -> tuple[Order, ...]:
     )
     if state.roles[0] is not CellRole.TRAIN or state.admitting or not settled:
         return ()
-    missing = config.groups_per_step - state.admitted_groups
-    num_groups = min(missing, state.ready_groups)
+    num_groups = state.admissible_groups(config)
     return (Admit(num_groups),) if num_groups > 0 else ()
 
 
@@ -225,7 +240,7 @@ def _check_progress(state: SchedulerState, config: SchedulerConfig) -> None:
     run."""
     under_way = state.in_transition or state.admitting or state.open_micro_steps > 0
     if not under_way and state.waterlevel == 0:
-        raise PolicyError(
+        raise StalledError(
             f"scheduler.policy {config.policy!r} keeps {len(state.training_cells)} of "
             f"{len(state.roles)} cells in training although every execution has finished, "
             f"{state.ready_groups} groups are ready and {state.admitted_groups} of "

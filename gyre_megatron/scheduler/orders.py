@@ -26,7 +26,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Admit(msgspec.Struct, frozen=True, tag=True):
-    """Pack the `num_groups` groups that finished first into micro-steps of the step in progress."""
+    """Pack `num_groups` ready groups into micro-steps of the step in progress: those that were
+    dispatched under the oldest weights, of these the ones that finished first."""
 
     num_groups: int
 

@@ -17,12 +17,13 @@ class Outlook:
         micro_steps_per_group: mean over recent groups.
         leave_s, return_s: a role change of one cell, from order to report.
         execution_s: mean wall time of recent executions.
-        remaining_s: expected time until every execution that runs now has finished, with the
-            cells that serve now.
+        remaining_s: expected time until the executions that run now and that the burst in progress
+            needs (the oldest ones) have finished, at the load of `execution_load`.
         call_share: share of an execution's time that it waits for engines, 0 to 1; the rest
             (tools) does not depend on how many cells serve.
         slowdown: b of (1 + b * load) / (1 + b): how much slower a call is on a full cell than on
             an empty one, relative to the latter.
+        execution_load: mean share of the capacity in use while those recent executions ran.
     """
 
     micro_step_s: float
@@ -33,8 +34,9 @@ class Outlook:
     remaining_s: float
     call_share: float = 0.5
     slowdown: float = 1.0
+    execution_load: float = 1.0
 
-    def stretch(self, load: float, other_load: float) -> float:
-        """How much longer executions take at `other_load` than at `load` (shares of capacity)."""
-        calls = (1.0 + self.slowdown * other_load) / (1.0 + self.slowdown * load)
+    def stretch(self, load: float) -> float:
+        """How much longer executions take at `load` (share of capacity) than they have taken."""
+        calls = (1.0 + self.slowdown * load) / (1.0 + self.slowdown * self.execution_load)
         return 1.0 + self.call_share * (calls - 1.0)

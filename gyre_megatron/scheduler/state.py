@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from gyre_megatron.config.scheduler import SchedulerConfig
 from gyre_megatron.errors import PolicyError
 from gyre_megatron.scheduler.outlook import Outlook
+from gyre_megatron.scheduler.staleness import num_admissible
 
 
 class CellRole(StrEnum):
@@ -39,6 +41,8 @@ class SchedulerState:
             serves.
         total_steps: steps of the whole run.
         ready_groups: finished groups that no step has consumed or admitted yet.
+        ready_versions: weight versions under which those were dispatched, ascending.
+        unfinished_versions: the same of the groups that have not finished.
         admitted_groups: groups admitted to the step in progress.
         open_micro_steps: micro-steps of the step in progress that are waiting or running.
         batch_has_bins: whether the groups admitted so far gave anything to train.
@@ -53,6 +57,8 @@ class SchedulerState:
             carried out at this moment.
         standalone_capacity: executions that cells outside the prefix order, which never train,
             can serve.
+        capacities: executions that each cell's engine can serve as measured, 0 where it is dead;
+            None: all serve `scheduler.cell_capacity`.
         outlook: what has been measured so far; None before anything has.
     """
 
@@ -75,6 +81,9 @@ class SchedulerState:
     admitting: bool = False
     busy: bool = False
     standalone_capacity: int = 0
+    capacities: tuple[int, ...] | None = None
+    ready_versions: tuple[int, ...] | None = None
+    unfinished_versions: tuple[int, ...] = ()
     outlook: Outlook | None = None
 
     def __post_init__(self) -> None:
@@ -90,10 +99,16 @@ class SchedulerState:
             )
         if not self.roles:
             raise PolicyError("a state needs at least one cell")
-        if self.cell_versions is not None and len(self.cell_versions) != len(self.roles):
+        for name, values in (("weight version", self.cell_versions), ("capacity", self.capacities)):
+            if values is not None and len(values) != len(self.roles):
+                raise PolicyError(
+                    f"a state needs one {name} for each of its {len(self.roles)} cells, found "
+                    f"{len(values)}"
+                )
+        if self.ready_versions is not None and len(self.ready_versions) != self.ready_groups:
             raise PolicyError(
-                f"a state needs one weight version for each of its {len(self.roles)} cells, found "
-                f"{len(self.cell_versions)}"
+                f"a state needs one dispatch version for each of its {self.ready_groups} ready "
+                f"groups, found {len(self.ready_versions)}"
             )
 
     @classmethod
@@ -121,28 +136,31 @@ class SchedulerState:
 
     # cells ------------------------------
 
-    @property
+    @cached_property
     def in_transition(self) -> bool:
         """Whether a serial order is on its way: nothing else may change roles or weights."""
         between = (CellRole.LEAVING, CellRole.RETURNING)
         return self.busy or any(role in between for role in self.roles)
 
-    @property
+    @cached_property
     def training_cells(self) -> tuple[int, ...]:
         return tuple(cell for cell, role in enumerate(self.roles) if role is CellRole.TRAIN)
 
-    @property
+    @cached_property
     def serving_cells(self) -> tuple[int, ...]:
         return tuple(cell for cell, role in enumerate(self.roles) if role is CellRole.ROLLOUT)
 
     def capacity_beyond(self, prefix: int, config: SchedulerConfig) -> int:
         """C_R with cells 0..prefix-1 in training."""
-        num_serving = len(self.roles) - prefix
-        return self.standalone_capacity + num_serving * config.cell_capacity
+        if self.capacities is None:
+            return self.standalone_capacity + (len(self.roles) - prefix) * config.cell_capacity
+        return self.standalone_capacity + sum(self.capacities[prefix:])
 
     def serving_capacity(self, config: SchedulerConfig) -> int:
         """C_R of this moment: cells between roles do not count."""
-        return self.standalone_capacity + len(self.serving_cells) * config.cell_capacity
+        if self.capacities is None:
+            return self.standalone_capacity + len(self.serving_cells) * config.cell_capacity
+        return self.standalone_capacity + sum(self.capacities[c] for c in self.serving_cells)
 
     @property
     def stale_cells(self) -> tuple[int, ...]:
@@ -181,6 +199,38 @@ class SchedulerState:
         """Groups that the burst still needs beyond those admitted."""
         steps = self.burst_end(config) - self.trained_steps
         return steps * config.groups_per_step - self.admitted_groups
+
+    def admissible_groups(self, config: SchedulerConfig) -> int:
+        """Ready groups that the step in progress may take without making another one too old."""
+        free = config.groups_per_step - self.admitted_groups
+        return self._admissible(self.ready_versions, self.trained_steps, free, config)
+
+    def trainable_groups(self, config: SchedulerConfig) -> int:
+        """Ready groups that the burst can train even if no other group finishes."""
+        free = config.groups_per_step - self.admitted_groups
+        if self.ready_versions is None:
+            return min(self.ready_groups, self.groups_to_train(config))
+        total = 0
+        for step in range(self.trained_steps, self.burst_end(config)):
+            taken = self._admissible(self.ready_versions[total:], step, free, config)
+            total += taken
+            if taken < free:
+                break
+            free = config.groups_per_step
+        return total
+
+    def _admissible(
+        self, ready: tuple[int, ...] | None, step: int, free: int, config: SchedulerConfig
+    ) -> int:
+        if ready is None:
+            return min(self.ready_groups, free)
+        size, bound = config.groups_per_step, config.staleness_bound
+        return num_admissible(ready, self.unfinished_versions, step, free, size, bound)
+
+    def executions_burst_needs(self, config: SchedulerConfig) -> int:
+        """Executions that must still end for the burst in progress; the oldest serve it best."""
+        missing = self.groups_to_train(config) - self.ready_groups
+        return max(missing, 0) * config.executions_per_group
 
     def groups_burst_lacks(self, config: SchedulerConfig) -> int:
         """Groups that must still be dispatched for the burst in progress to end."""

@@ -43,13 +43,33 @@ class Accounts:
     leaves: int = 0
     returns: int = 0
     useless_trips: int = 0
-    """Cells that left rollout and came back without having claimed a micro-step."""
+    """Cells that left rollout and came back without having trained, or came back and left again
+    without having served."""
+    batches_given_up: int = 0
+    """Batches whose gradients were dropped because engines died and the cells had to serve."""
     moved_executions: int = 0
     recomputed_s: float = 0.0
     _open: dict[int, tuple[str, float]] = field(default_factory=dict)
+    _useless: set[int] = field(default_factory=set)  # cells that have done nothing in their role
+
+    def left(self, cell: int) -> None:
+        """A cell leaves rollout for training."""
+        self.leaves += 1
+        self._changes_role(cell)
+
+    def returned(self, cell: int) -> None:
+        """A cell leaves training for rollout."""
+        self.returns += 1
+        self._changes_role(cell)
+
+    def _changes_role(self, cell: int) -> None:
+        self.useless_trips += cell in self._useless
+        self._useless.add(cell)
 
     def begin(self, cell: int, activity: str, now: float) -> None:
         """`cell` does `activity` from now on."""
+        if activity in ("serving", "training"):
+            self._useless.discard(cell)
         before = self._open.get(cell)
         if before is not None:
             if before[0] == activity:

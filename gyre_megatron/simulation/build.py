@@ -9,11 +9,12 @@ import numpy as np
 from gyre_megatron.config.scheduler import SchedulerConfig
 from gyre_megatron.errors import ConfigError
 from gyre_megatron.simulation.config import MeasuredRates, PoolConfig, SimulationConfig
+from gyre_megatron.simulation.costs import Costs
 from gyre_megatron.simulation.rates import EngineRates, ModelCosts, RooflineRates
 from gyre_megatron.simulation.serving import EngineServing, LoadServing
 from gyre_megatron.simulation.tables import TableRates
 from gyre_megatron.simulation.workload import Executions, draw
-from gyre_megatron.simulation.world import Costs, World
+from gyre_megatron.simulation.world import World
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Setting:
             self.executions,
             self.costs,
             config.workload.timeout_s,
+            config.cluster.losses,
         )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from gyre_megatron.simulation.accounts import Accounts
 from gyre_megatron.simulation.build import Setting, build
 from gyre_megatron.simulation.config import SimulationConfig
+from gyre_megatron.simulation.residents import NEVER
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,18 @@ class PolicyResult:
         }
 
 
-def run_policy(setting: Setting, policy: str, training_cells: int = 1) -> PolicyResult:
-    """Simulate one policy."""
+def run_policy(
+    setting: Setting, policy: str, training_cells: int = 1, until_s: float = NEVER
+) -> PolicyResult:
+    """Simulate one policy; a run that takes longer than `until_s` is left and takes for ever."""
     started = time.perf_counter()
     world = setting.world(policy, training_cells)
-    accounts = world.run()
-    name = policy if policy != "async" else f"async {training_cells}+{world.num_cells_serving}"
-    return PolicyResult(name, accounts.step_ends[-1], accounts, time.perf_counter() - started)
+    accounts = world.run(until_s)
+    seconds = accounts.step_ends[-1] if world.is_over else NEVER
+    name = policy
+    if policy == "async":
+        name = f"async {training_cells}+{world.num_cells - training_cells}"
+    return PolicyResult(name, seconds, accounts, time.perf_counter() - started)
 
 
 def best_split(setting: Setting) -> PolicyResult:

@@ -32,6 +32,25 @@ class TransitionConfig(Section):
     """Gradients reduced to the core, optimizer step; training cells wait."""
 
 
+class CapacityLoss(Section):
+    """Engines of a cell die; its trainer does not."""
+
+    cell: int = Field(ge=0)
+    """Standalone cells are numbered after the others."""
+    at_s: float = Field(gt=0)
+    """Virtual time from the start of the run."""
+    until_s: float | None = Field(None, gt=0)
+    """When they are back; None: never."""
+    share_left: float = Field(0.0, ge=0, lt=1)
+    """Of the cell's capacity."""
+
+    @model_validator(mode="after")
+    def _ends_after_it_began(self) -> CapacityLoss:
+        if self.until_s is not None and self.until_s <= self.at_s:
+            raise ValueError(f"until_s={self.until_s:g} must lie after at_s={self.at_s:g}")
+        return self
+
+
 class MeasuredRates(Section):
     """Rates stated outright, for example those of a run on real engines."""
 
@@ -74,10 +93,20 @@ class PoolConfig(Section):
     kv_load_gb_per_s: float = Field(20.0, gt=0)
     """Of a cell, from the store."""
     transitions: TransitionConfig = TransitionConfig()
+    losses: tuple[CapacityLoss, ...] = ()
+    """Engines that die in the course of the run."""
     tables: TablesConfig | None = None
     """What `rates: tables` looks up."""
     measured: MeasuredRates | None = None
     """Replaces device, efficiency and model by stated rates."""
+
+    @model_validator(mode="after")
+    def _losses_have_a_cell(self) -> PoolConfig:
+        total = self.num_cells + self.standalone_cells
+        for loss in self.losses:
+            if loss.cell >= total:
+                raise ValueError(f"losses: there is no cell {loss.cell}, the last is {total - 1}")
+        return self
 
     @model_validator(mode="after")
     def _engines_divide(self) -> PoolConfig:

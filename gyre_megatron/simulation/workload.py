@@ -43,6 +43,8 @@ class WorkloadConfig(Section):
     trained_share: float = Field(1.0, gt=0, le=1)
     """Tokens that training computes over tokens that an execution holds: at most J_max branches,
     each shared token once."""
+    death_share: float = Field(0.0, ge=0, lt=1)
+    """Executions that die at a random moment of their life and give nothing to train."""
     timeout_s: float | None = Field(None, gt=0)
     """Wall time after which a harness is ended and what it left is scored; None never ends it."""
 
@@ -101,10 +103,15 @@ def draw(workload: WorkloadConfig, num_groups: int, group_size: int, seed: int) 
     execution = _lognormal(rng, workload.sigma_execution, num_groups * group_size)
     speed = _lognormal(rng, workload.sigma_speed, num_groups * group_size)
     calls = np.maximum(workload.mean_calls * task * execution, 1.0)
+    trained = np.array([workload.trained_tokens(c) for c in calls])
+    if workload.death_share:
+        dies = rng.random(len(calls)) < workload.death_share
+        calls = np.where(dies, np.maximum(calls * rng.random(len(calls)), 1.0), calls)
+        trained[dies] = 0.0
     return Executions(
         calls=calls,
         tool_s=workload.tool_s * speed,
-        trained_tokens=np.array([workload.trained_tokens(c) for c in calls]),
+        trained_tokens=trained,
         context_tokens=np.array([workload.mean_context(c) for c in calls]),
     )
 

@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from gyre_megatron.config.scheduler import SchedulerConfig
-from gyre_megatron.errors import PolicyError
+from gyre_megatron.errors import PolicyError, StalledError
 from gyre_megatron.runtime.micro_steps import MicroStepQueue
 from gyre_megatron.scheduler import CellRole, SchedulerState, decide
-from gyre_megatron.scheduler.durations import Durations
+from gyre_megatron.scheduler.durations import Durations, LoadHistory
 from gyre_megatron.scheduler.orders import (
     Admit,
     Dispatch,
@@ -31,34 +33,14 @@ from gyre_megatron.scheduler.orders import (
 )
 from gyre_megatron.scheduler.outlook import Outlook
 from gyre_megatron.simulation.accounts import Accounts
-from gyre_megatron.simulation.config import TransitionConfig
-from gyre_megatron.simulation.residents import NEVER, Residents
-from gyre_megatron.simulation.serving import ServingModel
+from gyre_megatron.simulation.config import CapacityLoss
+from gyre_megatron.simulation.costs import Costs
+from gyre_megatron.simulation.residents import NEVER
+from gyre_megatron.simulation.rollout import Rollout
 from gyre_megatron.simulation.workload import Executions
 
 MAX_EVENTS_PER_EXECUTION = 400
 """A run that needs more is not going anywhere."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What the modelled cluster charges.
-
-    Attributes:
-        serving: of one cell.
-        training_s_per_token: one cell, one packed token.
-        tokens_per_micro_step: packed tokens of one micro-step.
-        transitions: of roles and boundaries.
-        move_s: seconds that a moved execution loses, from its context in tokens.
-        streaming: training starts on finished groups while others run.
-    """
-
-    serving: ServingModel
-    training_s_per_token: float
-    tokens_per_micro_step: int
-    transitions: TransitionConfig
-    move_s: Callable[[float], float]
-    streaming: bool = True
 
 
 class World:
@@ -70,6 +52,7 @@ class World:
         standalone_cells: cells that only serve; they come last.
         executions: what will be dispatched, groups in order.
         timeout_s: wall time of one execution; None never ends one.
+        losses: engines that die in the course of the run.
     """
 
     def __init__(
@@ -81,6 +64,7 @@ class World:
         executions: Executions,
         costs: Costs,
         timeout_s: float | None = None,
+        losses: Sequence[CapacityLoss] = (),
     ) -> None:
         self.config = config
         self.costs = costs
@@ -89,10 +73,17 @@ class World:
         self.now = 0.0
         self.accounts = Accounts()
         self.roles = [CellRole.ROLLOUT] * num_cells
-        self._timeout_s = NEVER if timeout_s is None else timeout_s
-        self._cells = [Residents(costs.serving) for _ in range(num_cells + standalone_cells)]
-        self._stamps = [-1] * len(self._cells)
-        self._running: set[int] = set()
+        self.num_cells = num_cells + standalone_cells
+        self.rollout = Rollout(
+            costs,
+            executions,
+            config.cell_capacity,
+            self.num_cells,
+            NEVER if timeout_s is None else timeout_s,
+            self.accounts,
+            self._at,
+            self._execution_finished,
+        )
         self._queued: deque[int] = deque()
         self._dispatched = 0
         self._started = 0
@@ -101,17 +92,19 @@ class World:
         self._dispatch_time: dict[int, float] = {}
         self._start_time: dict[int, float] = {}
         self._left_in_group: dict[int, int] = {}
-        self._ready: deque[int] = deque()
-        self._admitted: list[int] = []
+        self._unfinished_versions: list[int] = []
+        self._ready: list[tuple[int, int, int]] = []  # (version, when finished, group), ascending
+        self._admitted: list[tuple[int, int, int]] = []
         self._micro_steps = MicroStepQueue()
         self._durations = Durations()
+        self._loads = LoadHistory()
+        self._integral_at_start: dict[int, float] = {}
         self._group_micro_steps = 0.0
         self._micro_step_s = costs.tokens_per_micro_step * costs.training_s_per_token
         full_call_s = costs.serving.call_s(config.cell_capacity)
         self._slowdown = full_call_s / costs.serving.call_s(1) - 1.0
         self._call_share = full_call_s / (full_call_s + float(executions.tool_s.mean()))
         self._working: dict[int, int] = {}
-        self._claims_since_leave = [0] * num_cells
         self._cell_versions = [0] * num_cells
         self._trained_steps = 0
         self._published_steps = 0
@@ -119,14 +112,16 @@ class World:
         self._over = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
+        for loss in losses:
+            self._at(loss.at_s, partial(self._lose, loss))
 
-    def run(self) -> Accounts:
-        """Drive the run to its end.
+    def run(self, until_s: float = NEVER) -> Accounts:
+        """Drive the run to its end, or to a moment at which it has lost against another one.
 
         Raises:
             PolicyError: the policy gave an impossible order, or nothing can happen any more.
         """
-        for cell in range(len(self._cells)):
+        for cell in range(self.num_cells):
             self.accounts.begin(cell, "idle", 0.0)
         budget = MAX_EVENTS_PER_EXECUTION * (len(self.executions.calls) + 100)
         while not self._over:
@@ -135,15 +130,17 @@ class World:
                 break
             budget -= 1
             if budget < 0:
-                raise PolicyError("the run does not end: events go round in circles")
+                raise StalledError("the run does not end: events go round in circles")
             self._next_event()
+            if self.now > until_s:
+                break
         self.accounts.close(self.now)
         return self.accounts
 
     @property
-    def num_cells_serving(self) -> int:
-        """Cells that serve now, standalone ones included."""
-        return sum(self._is_serving(cell) for cell in range(len(self._cells)))
+    def is_over(self) -> bool:
+        """Whether every step was trained and published."""
+        return self._over
 
     # decisions ------------------------------------------------------------------------------------
 
@@ -157,7 +154,10 @@ class World:
 
     def state(self) -> SchedulerState:
         """What the scheduler sees."""
-        return SchedulerState(
+        capacities = self.rollout.capacities
+        num_cells = len(self.roles)
+        ready = self._ready_versions()
+        state = SchedulerState(
             roles=tuple(self.roles),
             dispatched=self._dispatched,
             started=self._started,
@@ -165,15 +165,21 @@ class World:
             trained_steps=self._trained_steps,
             published_steps=self._published_steps,
             total_steps=self.num_steps,
-            ready_groups=self._num_ready(),
+            ready_groups=len(ready),
+            ready_versions=ready,
+            unfinished_versions=tuple(self._unfinished_versions),
             admitted_groups=len(self._admitted),
             open_micro_steps=self._micro_steps.num_open,
             cell_versions=tuple(self._cell_versions),
             checkpointed_steps=self.num_steps,
             busy=self._busy,
-            standalone_capacity=(len(self._cells) - len(self.roles)) * self.config.cell_capacity,
-            outlook=None if self._busy else self._outlook(),
+            standalone_capacity=sum(capacities[num_cells:]),
+            capacities=tuple(capacities[:num_cells]),
         )
+        few = len(self._durations) < self.config.executions_per_group
+        if self._busy or few or self.config.policy in ("colocate", "async"):
+            return state  # nobody would look at it
+        return dataclasses.replace(state, outlook=self._outlook(state))
 
     def _carry_out(self, order: Order) -> None:
         match order:
@@ -198,28 +204,27 @@ class World:
             case _:
                 raise PolicyError(f"the modelled world does not know the order {order}")
 
-    def _num_ready(self) -> int:
-        """Groups that may be admitted; without streaming none before a whole batch is there."""
+    def _ready_versions(self) -> tuple[int, ...]:
+        """Of groups that may be admitted; without streaming none before a whole batch is there."""
         missing = self.config.groups_per_step - len(self._admitted)
         if not self.costs.streaming and len(self._ready) < missing:
-            return 0
-        return len(self._ready)
+            return ()
+        return tuple(version for version, _, _ in self._ready)
 
-    def _outlook(self) -> Outlook | None:
+    def _outlook(self, state: SchedulerState) -> Outlook:
         """What this world has shown so far; as little as a real run would know."""
-        if len(self._durations) < self.config.executions_per_group:
-            return None
+        num_needed = state.executions_burst_needs(self.config)
+        ages = [self.now - started for started in self.rollout.started_at.values()]
         return Outlook(
             micro_step_s=self._micro_step_s,
             micro_steps_per_group=self._group_micro_steps,
             leave_s=self.costs.transitions.leave_s,
             return_s=self.costs.transitions.return_s,
-            execution_s=self._durations.mean,
-            remaining_s=self._durations.remaining(
-                [self.now - self._start_time[e] for e in self._running]
-            ),
+            execution_s=self._durations.mean(ages),
+            remaining_s=self._durations.remaining(ages[:num_needed], ages),
             call_share=self._call_share,
             slowdown=self._slowdown,
+            execution_load=self._durations.mean_load,
         )
 
     def _dispatch(self, num_groups: int) -> None:
@@ -229,6 +234,7 @@ class World:
             self._dispatch_version[group] = self._published_steps
             self._dispatch_time[group] = self.now
             self._left_in_group[group] = size
+            self._unfinished_versions.append(self._published_steps)
             self._queued.extend(range(group * size, (group + 1) * size))
             self._dispatched += size
         self._note_waterlevel()
@@ -236,11 +242,10 @@ class World:
     def _leave(self, cells: tuple[int, ...]) -> None:
         for cell in cells:
             self.roles[cell] = CellRole.LEAVING
-        self.accounts.leaves += len(cells)
-        for cell in cells:
-            self._claims_since_leave[cell] = 0
-            self._move_away(cell)
+            self.accounts.left(cell)
             self.accounts.begin(cell, "transition", self.now)
+        self.rollout.stop_serving(cells, self.now)
+        self._note_load()
         self._block(self.costs.transitions.leave_s, lambda: self._joined(cells))
 
     def _joined(self, cells: tuple[int, ...]) -> None:
@@ -252,25 +257,25 @@ class World:
     def _return(self, cells: tuple[int, ...]) -> None:
         for cell in cells:
             self.roles[cell] = CellRole.RETURNING
-            self.accounts.returns += 1
-            self.accounts.useless_trips += self._claims_since_leave[cell] == 0
+            self.accounts.returned(cell)
             self.accounts.begin(cell, "transition", self.now)
+        if self._admitted:  # given up: the gradients are lost with the cells' roles
+            self.accounts.batches_given_up += 1
+            for ready in self._admitted:
+                bisect.insort(self._ready, ready)
+            self._admitted.clear()
         self._block(self.costs.transitions.return_s, lambda: self._serving(cells))
 
     def _serving(self, cells: tuple[int, ...]) -> None:
         for cell in cells:
             self.roles[cell] = CellRole.ROLLOUT
-            residents = self._cells[cell]
-            residents.advance(self.now)
-            residents.halt(False)
-            self.accounts.begin(cell, "serving" if len(residents) else "idle", self.now)
-            self._expect_finish(cell)
+        self.rollout.serve(cells, self.now)
+        self._note_load()
 
     def _step_done(self) -> None:
         self._trained_steps += 1
         self.accounts.step_ends.append(self.now)
-        for group in self._admitted:
-            version = self._dispatch_version[group]
+        for version, _, _ in self._admitted:
             self.accounts.staleness.append(self._trained_steps - 1 - version)
         self._admitted.clear()
         self._cell_versions[0] = self._trained_steps
@@ -283,9 +288,7 @@ class World:
     def _published(self) -> None:
         self._published_steps = self._trained_steps
         self._cell_versions = [self._trained_steps] * len(self.roles)
-        for cell, residents in enumerate(self._cells):
-            if len(residents):
-                self._void_cache(cell)
+        self.rollout.void_caches(self.now)
 
     def _block(self, seconds: float, done: Callable[[], None]) -> None:
         """Begin a serial order; `done` when it has been carried out."""
@@ -299,111 +302,59 @@ class World:
 
     # rollout --------------------------------------------------------------------------------------
 
-    def _is_serving(self, cell: int) -> bool:
-        return cell >= len(self.roles) or self.roles[cell] is CellRole.ROLLOUT
-
     def _start(self, num_executions: int) -> None:
-        """Start what has waited longest, each on the cell with most room."""
-        serving = [cell for cell in range(len(self._cells)) if self._is_serving(cell)]
-        demand = self.executions
-        for _ in range(num_executions):
-            cell = min(serving, key=lambda c: len(self._cells[c]))
-            execution = self._queued.popleft()
-            self._started += 1
-            self._start_time[execution] = self.now
-            deadline = self.now + self._timeout_s
-            self._place(
-                execution, cell, demand.calls[execution], demand.tool_s[execution], deadline
-            )
+        """Start what has waited longest."""
+        self._started += num_executions
+        executions = [self._queued.popleft() for _ in range(num_executions)]
+        self.rollout.start(executions, self.now)
+        self._note_load()
+        integral = self._loads.integral(self.now)
+        self._integral_at_start.update(dict.fromkeys(executions, integral))
 
-    def _place(
-        self, execution: int, cell: int, calls: float, tool_s: float, deadline: float
-    ) -> None:
-        residents = self._cells[cell]
-        residents.advance(self.now)
-        residents.add(execution, calls, tool_s, deadline)
-        self._running.add(execution)
-        self.accounts.begin(cell, "serving", self.now)
-        self._expect_finish(cell)
-
-    def _move_away(self, cell: int) -> None:
-        """Calls of a leaving cell go on elsewhere, to cells that will serve longest."""
-        residents = self._cells[cell]
-        residents.advance(self.now)
-        if not any(self._is_serving(other) for other in range(len(self._cells))):
-            residents.halt(True)  # nobody serves: its calls wait until it does again
-            self._expect_finish(cell)
-            return
-        for execution in residents.ids.tolist():
-            calls, tool_s, deadline = residents.remove(execution)
-            destination = self._destination(cell)
-            lost = self.costs.move_s(float(self.executions.context_tokens[execution]))
-            target = self._cells[destination]
-            calls += lost / target.cycle_s(tool_s, len(target) + 1)
-            self.accounts.recomputed_s += lost
-            self.accounts.moved_executions += 1
-            self._place(execution, destination, calls, tool_s, deadline)
-        self._expect_finish(cell)  # voids the finish that was expected here
-
-    def _destination(self, leaving: int) -> int:
-        """The cell that serves longest among those with room, else the emptiest."""
-        serving = [c for c in range(len(self._cells)) if c != leaving and self._is_serving(c)]
-        room = [c for c in serving if len(self._cells[c]) < self.config.cell_capacity]
-        candidates = room or serving
-        fewest = min(len(self._cells[c]) for c in candidates)
-        return max(c for c in candidates if len(self._cells[c]) == fewest)
-
-    def _void_cache(self, cell: int) -> None:
-        """New weights: every resident's prefix is computed again."""
-        residents = self._cells[cell]
-        residents.advance(self.now)
-        contexts = [float(self.executions.context_tokens[e]) for e in residents.ids.tolist()]
-        lost = sum(self.costs.serving.recompute_s(context) for context in contexts)
-        residents.delay(lost / len(contexts))
-        self.accounts.recomputed_s += lost
-        self._expect_finish(cell)
-
-    def _expect_finish(self, cell: int) -> None:
-        when, execution = self._cells[cell].next_finish()
-        stamp = self._stamps[cell] = next(self._sequence)
-        if when < NEVER:
-            self._at(when, lambda: self._maybe_finished(cell, execution, stamp))
-
-    def _maybe_finished(self, cell: int, execution: int, stamp: int) -> None:
-        if self._stamps[cell] != stamp:
-            return  # somebody came or went since; a later event knows better
-        residents = self._cells[cell]
-        residents.advance(self.now)
-        residents.remove(execution)
-        self._running.remove(execution)
+    def _execution_finished(self, execution: int, seconds: float) -> None:
         self._finished += 1
-        seconds = self.now - self._start_time[execution]
         self.accounts.execution_seconds.append(seconds)
-        self._durations.add(seconds)
-        if not len(residents):
-            self.accounts.begin(cell, "idle", self.now)
-        self._expect_finish(cell)
+        loaded_s = self._loads.integral(self.now) - self._integral_at_start.pop(execution)
+        self._durations.add(seconds, loaded_s / seconds)
+        self._note_load()
         group = execution // self.config.executions_per_group
         self._left_in_group[group] -= 1
         if self._left_in_group[group] == 0:
-            self._ready.append(group)
-            size = self._num_micro_steps(group)
-            before = self._group_micro_steps or size
-            self._group_micro_steps = 0.9 * before + 0.1 * size
-            self.accounts.group_seconds.append(self.now - self._dispatch_time[group])
+            self._group_finished(group)
         self._note_waterlevel()
+
+    def _note_load(self) -> None:
+        rollout = self.rollout
+        capacity = sum(rollout.capacities[cell] for cell in rollout.serving_cells())
+        self._loads.update(self.now, rollout.num_running, capacity)
+
+    def _group_finished(self, group: int) -> None:
+        version = self._dispatch_version[group]
+        self._unfinished_versions.remove(version)
+        bisect.insort(self._ready, (version, self._finished, group))
+        size = self._num_micro_steps(group)
+        before = self._group_micro_steps or size
+        self._group_micro_steps = 0.9 * before + 0.1 * size
+        self.accounts.group_seconds.append(self.now - self._dispatch_time[group])
 
     def _note_waterlevel(self) -> None:
         self.accounts.waterlevel.append((self.now, self._dispatched - self._finished))
+
+    def _lose(self, loss: CapacityLoss) -> None:
+        """Engines die, and may come back."""
+        whole = self.config.cell_capacity
+        self.rollout.set_capacity(loss.cell, int(whole * loss.share_left), self.now)
+        if loss.until_s is not None:
+            self._at(loss.until_s, lambda: self.rollout.set_capacity(loss.cell, whole, self.now))
 
     # training -------------------------------------------------------------------------------------
 
     def _admit(self, num_groups: int) -> None:
         """Finished groups become micro-steps."""
         for _ in range(num_groups):
-            group = self._ready.popleft()
-            self._admitted.append(group)
-            self._micro_steps.put([[b""]] * self._num_micro_steps(group))
+            ready = self._ready.pop(0)
+            self._admitted.append(ready)
+            self._micro_steps.put([[b""]] * self._num_micro_steps(ready[2]))
         for cell in range(len(self.roles)):
             self._claim(cell)
 
@@ -422,7 +373,6 @@ class World:
             self.accounts.begin(cell, "idle", self.now)
             return
         self._working[cell] = claimed[0]
-        self._claims_since_leave[cell] += 1
         self.accounts.begin(cell, "training", self.now)
         self._after(self._micro_step_s, lambda: self._micro_step_done(cell))
 
@@ -440,7 +390,7 @@ class World:
 
     def _next_event(self) -> None:
         if not self._events:
-            raise PolicyError(
+            raise StalledError(
                 f"nothing can happen any more at {self.now:.0f} s: roles "
                 f"{list(map(str, self.roles))}, waterlevel {self._dispatched - self._finished}, "
                 f"{self._trained_steps} of {self.num_steps} steps trained"

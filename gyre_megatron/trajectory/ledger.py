@@ -45,8 +45,9 @@ class _Group:
     trained_step: int | None = None
 
 
-_ReadyKey = tuple[float, int, str]
-"""Order in which finished groups are trained: (end of the last execution, first row, group id)."""
+_ReadyKey = tuple[int, float, int, str]
+"""Order in which finished groups are trained, those of the oldest weights first: (weight version,
+end of the last execution, first row, group id)."""
 
 
 class Ledger:
@@ -60,6 +61,7 @@ class Ledger:
         self._queued: OrderedDict[str, int] = OrderedDict()
         self._running: dict[str, int] = {}
         self._ready: list[_ReadyKey] = []
+        self._unfinished_versions: list[int] = []
 
     @classmethod
     def load(cls, connection: sqlite3.Connection) -> Ledger:
@@ -71,6 +73,8 @@ class Ledger:
             ledger._groups[group_id] = group
             ledger._count(num_executions, num_started, num_finished)
             ledger._offer(group_id, group)
+            if group.num_unfinished:
+                insort(ledger._unfinished_versions, version)
         for execution_id, row, state in connection.execute(_OPEN_EXECUTIONS):
             (ledger._queued if state == "queued" else ledger._running)[execution_id] = row
         return ledger
@@ -104,9 +108,16 @@ class Ledger:
             return len(self._ready)
 
     def ready_groups(self) -> list[str]:
-        """Groups that have finished and were not trained, earliest finish first."""
+        """Groups that have finished and were not trained: of the oldest weights first, and of those
+        the earliest finish."""
         with self._lock:
-            return [group_id for _, _, group_id in self._ready]
+            return [group_id for _, _, _, group_id in self._ready]
+
+    @property
+    def unfinished_versions(self) -> tuple[int, ...]:
+        """Weight versions under which the unfinished groups were dispatched, ascending."""
+        with self._lock:
+            return tuple(self._unfinished_versions)
 
     def weight_version(self, group_id: str) -> int:
         """Version of the weights that served when the group was dispatched.
@@ -126,6 +137,7 @@ class Ledger:
         """A group was dispatched; `executions` are its (execution id, row)."""
         with self._lock:
             self._groups[group_id] = _Group(executions[0][1], weight_version, len(executions))
+            insort(self._unfinished_versions, weight_version)
             self._queued.update(executions)
             self._count(dispatched=len(executions))
 
@@ -143,6 +155,8 @@ class Ledger:
             group = self._groups[group_id]
             group.num_unfinished -= 1
             group.finished_at = max(group.finished_at, finished_at)
+            if group.num_unfinished == 0:
+                self._unfinished_versions.remove(group.weight_version)
             self._offer(group_id, group)
 
     def running_requeued(self) -> None:
@@ -188,7 +202,7 @@ class Ledger:
 
 
 def _key(group_id: str, group: _Group) -> _ReadyKey:
-    return group.finished_at, group.first_execution, group_id
+    return group.weight_version, group.finished_at, group.first_execution, group_id
 
 
 _GROUPS = """

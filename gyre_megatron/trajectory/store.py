@@ -98,8 +98,14 @@ class TrajectoryStore(StoreReader):
         return self._ledger.num_ready
 
     def finished_groups(self) -> list[str]:
-        """Groups that have finished and that no step has trained, earliest finish first."""
+        """Groups that have finished and that no step has trained: of the oldest weights first, and
+        of those the earliest finish."""
         return self._ledger.ready_groups()
+
+    @property
+    def unfinished_versions(self) -> tuple[int, ...]:
+        """Weight versions under which the unfinished groups were dispatched, ascending."""
+        return self._ledger.unfinished_versions
 
     def weight_version(self, group_id: str) -> int:
         """Version of the weights that served when the group was dispatched.

@@ -42,6 +42,7 @@ class System:
         outlook: what is claimed to have been measured, whenever an execution has finished; right or
             wrong, it must not break anything.
         crashes: how often the control plane may be killed and resume from its checkpoint.
+        losses: how many cells may lose their engines for good, the trainer staying.
     """
 
     num_cells: int
@@ -50,6 +51,7 @@ class System:
     max_running: int | None = None
     checkpoint_interval: int = 0
     crashes: int = 0
+    losses: int = 0
     outlook: Outlook | None = None
 
 
@@ -57,9 +59,13 @@ class World(NamedTuple):
     """A state of the system.
 
     Attributes:
-        unfinished: per group that has not finished, in dispatch order, its unfinished executions.
+        unfinished: per group that has not finished, in dispatch order, the version that it was
+            dispatched under and its unfinished executions.
         waiting: how many of those have not been started; always the last ones.
-        finished_groups: groups ever finished.
+        ready: dispatch versions of the groups that are finished and not admitted, ascending.
+        in_batch: the same of the groups admitted, or being admitted, to the step in progress.
+        since: the same of those trained since the latest checkpoint: a kill brings them back.
+        dead: cells without engines.
         versions: weight version of each cell's trainer.
         gradients: whether each cell holds gradients that the step in progress needs.
         serial: the serial order that is being carried out.
@@ -69,9 +75,12 @@ class World(NamedTuple):
     roles: tuple[CellRole, ...]
     versions: tuple[int, ...]
     gradients: tuple[bool, ...]
-    unfinished: tuple[int, ...] = ()
+    unfinished: tuple[tuple[int, int], ...] = ()
     waiting: int = 0
-    finished_groups: int = 0
+    ready: tuple[int, ...] = ()
+    in_batch: tuple[int, ...] = ()
+    since: tuple[int, ...] = ()
+    dead: tuple[int, ...] = ()
     trained: int = 0
     published: int = 0
     checkpointed: int = 0
@@ -83,6 +92,10 @@ class World(NamedTuple):
     crashes: int = 0
     over: bool = False
 
+    @property
+    def num_unfinished(self) -> int:
+        return sum(count for _, count in self.unfinished)
+
 
 def start_of(system: System) -> World:
     """Every cell serves, nothing has been dispatched."""
@@ -93,9 +106,10 @@ def start_of(system: System) -> World:
 def state_of(world: World, system: System) -> SchedulerState:
     """What the control plane would tell the scheduler."""
     config = system.config
-    num_groups = len(world.unfinished) + world.finished_groups
-    dispatched = num_groups * config.executions_per_group
-    num_unfinished = sum(world.unfinished)
+    dispatched = _num_dispatched(world, config) * config.executions_per_group
+    num_unfinished = world.num_unfinished
+    # Groups whose admission has begun count as ready until they are admitted.
+    ready = tuple(sorted(world.ready + world.in_batch[world.admitted :]))
     return SchedulerState(
         roles=world.roles,
         dispatched=dispatched,
@@ -104,9 +118,12 @@ def state_of(world: World, system: System) -> SchedulerState:
         trained_steps=world.trained,
         published_steps=world.published,
         total_steps=system.total_steps,
-        ready_groups=world.finished_groups
-        - world.trained * config.groups_per_step
-        - world.admitted,
+        ready_groups=len(ready),
+        ready_versions=ready,
+        unfinished_versions=tuple(sorted(version for version, _ in world.unfinished)),
+        capacities=tuple(
+            0 if cell in world.dead else config.cell_capacity for cell in range(len(world.roles))
+        ),
         admitted_groups=world.admitted,
         open_micro_steps=world.open_micro_steps,
         batch_has_bins=world.has_bins,
@@ -121,6 +138,18 @@ def state_of(world: World, system: System) -> SchedulerState:
     )
 
 
+def _num_dispatched(world: World, config: SchedulerConfig) -> int:
+    trained = world.trained * config.groups_per_step
+    return len(world.unfinished) + len(world.ready) + len(world.in_batch) + trained
+
+
+def room_of(world: World, config: SchedulerConfig) -> int:
+    """Executions that the cells which serve have room for."""
+    cells = enumerate(world.roles)
+    serving = sum(role is R and cell not in world.dead for cell, role in cells)
+    return serving * config.cell_capacity
+
+
 # Orders begin ------------------------------
 
 
@@ -133,12 +162,12 @@ def begin(world: World, order: Order, system: System) -> World:
             assert num_groups > 0
             assert world.trained == world.published, "groups are dispatched at publications only"
             assert world.serial is None
-            new = (config.executions_per_group,) * num_groups
+            new = ((world.published, config.executions_per_group),) * num_groups
             waiting = world.waiting + num_groups * config.executions_per_group
             return world._replace(unfinished=world.unfinished + new, waiting=waiting)
         case Start(num_executions):
-            running = sum(world.unfinished) - world.waiting
-            room = sum(role is R for role in world.roles) * config.cell_capacity
+            running = world.num_unfinished - world.waiting
+            room = room_of(world, config)
             assert 0 < num_executions <= world.waiting
             assert running + num_executions <= room, "what serves must have room"
             assert running + num_executions <= (system.max_running or room)
@@ -147,7 +176,13 @@ def begin(world: World, order: Order, system: System) -> World:
             assert world.admitting == 0 < num_groups
             assert world.admitted + num_groups <= config.groups_per_step
             assert world.roles[0] is T
-            return world._replace(admitting=num_groups)
+            taken = world.ready[:num_groups]
+            oldest = world.trained - config.staleness_bound
+            assert len(taken) == num_groups and min(taken) >= oldest, "trained too late"
+            in_batch = world.in_batch + taken
+            return world._replace(
+                admitting=num_groups, ready=world.ready[num_groups:], in_batch=in_batch
+            )
         case Finish():
             assert world.serial is None and not world.unfinished
             assert world.published == system.total_steps == world.checkpointed
@@ -158,15 +193,24 @@ def begin(world: World, order: Order, system: System) -> World:
         case Leave(cells):
             assert cells == tuple(range(num_training, num_training + len(cells))), "in order"
             if config.policy == "gyre":
-                remaining = (sum(role is R for role in roles) - len(cells)) * config.cell_capacity
-                assert sum(world.unfinished) <= remaining, "what remains covers the waterlevel"
+                _check_waterlevel(world, num_training + len(cells), system)
             for cell in cells:
                 roles[cell] = L
         case Return(cells, version):
             assert cells == tuple(range(num_training - len(cells), num_training)), "in order"
-            assert not world.admitted and not world.admitting and not world.open_micro_steps
+            assert not world.admitting and not world.open_micro_steps
+            if world.admitted or world.trained != world.published:
+                assert room_of(world, config) == 0, "in mid-burst only if nobody serves"
+                assert len(cells) == num_training
+                world = world._replace(
+                    ready=tuple(sorted(world.ready + world.in_batch)),
+                    in_batch=(),
+                    admitted=0,
+                    has_bins=False,
+                    gradients=(False,) * len(roles),
+                )
             for cell in cells:
-                assert version == world.published == world.versions[cell], "what was published"
+                assert version == world.trained == world.versions[cell], "what the core holds"
                 roles[cell] = B
         case Sync(cells, version):
             assert version == world.trained and cells
@@ -185,6 +229,19 @@ def begin(world: World, order: Order, system: System) -> World:
     return world._replace(roles=tuple(roles), serial=order)
 
 
+def _check_waterlevel(world: World, prefix: int, system: System) -> None:
+    """What remains covers the waterlevel; with lag and once something is measured, what runs now,
+    or nothing where the burst needs no more."""
+    config = system.config
+    state = state_of(world, system)
+    remaining = state.capacity_beyond(prefix, config)
+    if world.num_unfinished <= remaining:
+        return
+    assert config.max_lag_steps > 0 and state.outlook is not None
+    ready = state.trainable_groups(config) >= state.groups_to_train(config)
+    assert state.num_running <= remaining or (ready and prefix == len(world.roles))
+
+
 # Events ------------------------------
 
 
@@ -200,8 +257,12 @@ def events(world: World, system: System) -> Iterator[World]:
                 open_micro_steps=world.open_micro_steps + micro_steps,
                 has_bins=world.has_bins or micro_steps > 0,
             )
-    if R in world.roles:
+    if room_of(world, system.config):
         yield from _executions_end(world)
+    if len(world.dead) < min(system.losses, system.num_cells - 1):
+        for cell, role in enumerate(world.roles):
+            if role is R and cell not in world.dead:
+                yield world._replace(dead=tuple(sorted((*world.dead, cell))))
     if world.open_micro_steps:
         for cell, role in enumerate(world.roles):
             if role is T and world.versions[cell] == world.trained:
@@ -216,23 +277,21 @@ def _executions_end(world: World) -> Iterator[World]:
     waiting = world.waiting
     num_waiting = [0] * len(world.unfinished)
     for group in range(len(world.unfinished) - 1, -1, -1):
-        num_waiting[group] = min(waiting, world.unfinished[group])
+        num_waiting[group] = min(waiting, world.unfinished[group][1])
         waiting -= num_waiting[group]
     seen = set()
-    for group, count in enumerate(world.unfinished):
-        kind = (count, num_waiting[group])
+    for group, (version, count) in enumerate(world.unfinished):
+        kind = (version, count, num_waiting[group])
         if count == num_waiting[group] or kind in seen:
             continue
         seen.add(kind)
         left = list(world.unfinished)
-        left[group] -= 1
-        done = left[group] == 0
-        started = [c for c, w in zip(left, num_waiting, strict=True) if w == 0 and c]
-        others = [c for c, w in zip(left, num_waiting, strict=True) if w > 0]
+        left[group] = (version, count - 1)
+        started = [g for g, w in zip(left, num_waiting, strict=True) if w == 0 and g[1]]
+        others = [g for g, w in zip(left, num_waiting, strict=True) if w > 0]
+        ready = world.ready if count > 1 else tuple(sorted((*world.ready, version)))
         # The order among groups that have started whole tells nothing apart: one stands for all.
-        yield world._replace(
-            unfinished=(*sorted(started), *others), finished_groups=world.finished_groups + done
-        )
+        yield world._replace(unfinished=(*sorted(started), *others), ready=ready)
 
 
 def _ended(world: World) -> World:
@@ -259,12 +318,14 @@ def _ended(world: World) -> World:
                 gradients=(False,) * len(world.roles),
                 admitted=0,
                 has_bins=False,
+                in_batch=(),
+                since=tuple(sorted(world.since + world.in_batch)),
             )
         case Publish(version, _):
             versions = (version,) * len(world.roles)
             return world._replace(published=version, versions=versions)
         case Checkpoint(step):
-            return world._replace(checkpointed=step)
+            return world._replace(checkpointed=step, since=())
     raise AssertionError(order)
 
 
@@ -276,8 +337,9 @@ def _resumed(world: World) -> World:
         versions=(step,) * n,
         gradients=(False,) * n,
         unfinished=world.unfinished,
-        waiting=sum(world.unfinished),
-        finished_groups=world.finished_groups,
+        waiting=world.num_unfinished,
+        ready=tuple(sorted(world.ready + world.in_batch + world.since)),
+        dead=world.dead,
         trained=step,
         published=step,
         checkpointed=step,
@@ -304,7 +366,7 @@ def _check(world: World, system: System) -> None:
         config.groups_per_step
     )
     if not world.crashes:  # what was dispatched before a kill stays dispatched
-        assert len(world.unfinished) + world.finished_groups <= depth
+        assert _num_dispatched(world, config) <= depth
 
 
 def decided(world: World, system: System) -> World | None:

@@ -74,3 +74,17 @@ def test_bins_are_levelled_by_what_the_model_costs(tmp_path: Path) -> None:
             for linear_cost in (1, 100_000)
         ]
     assert sizes == [[600, 720], [660, 660]]
+
+
+def test_a_batch_that_is_given_up_is_ready_again(tmp_path: Path) -> None:
+    """Its cells had to serve, so its gradients are lost; the groups are trained once more."""
+    config = configured(training={"token_budget": 70})
+    with open_store(tmp_path) as store:
+        finish_group(store, "a", [(1.0, 20), (0.0, 20)])
+        builder = BatchBuilder(store, config, MicroStepQueue(), 1, 1)
+        asyncio.run(builder.admit_next(0))
+        assert builder.num_admitted == 1 and builder.ready_versions == ()
+        builder.give_up()
+        assert builder.num_admitted == 0 and builder.ready_versions == (0,)
+        asyncio.run(builder.admit_next(0))
+        assert builder.record.group_ids == ["a"]

@@ -68,7 +68,7 @@ DEAR_MOVES = Outlook(1.0, 4.0, 500.0, 500.0, execution_s=50.0, remaining_s=40.0)
 
 @pytest.mark.parametrize("outlook", [LONG_TAILS, LONG_TRAINING, DEAR_MOVES])
 def test_whatever_was_measured_no_state_is_unsafe(outlook):
-    sizes = ((1, 2, 3, 4), (1, 2), (1, 3), (1, 2), (0, 1, 2), (1, 3))
+    sizes = ((1, 2, 3), (1, 2), (1, 2), (1, 2), (0, 1), (1, 3))
     assert sum(map(explore, systems("gyre", sizes, outlook=outlook))) > 10_000
 
 
@@ -77,6 +77,14 @@ def test_so_is_every_state_after_a_kill_at_any_moment(policy):
     sizes = ((1, 2, 3), (1, 2), (1, 2), (1, 2), (0, 1, 2), (1, 3))
     options = {"crashes": 1, "checkpoint_interval": 1, "max_running": 2}
     assert sum(map(explore, systems(policy, sizes, **options))) > 20_000
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_so_is_every_state_after_engines_were_lost_at_any_moment(policy):
+    sizes = ((2, 3), (1, 2), (1, 2), (1, 2), (0, 1), (1,))
+    for outlook in (None, LONG_TAILS):
+        found = systems(policy, sizes, losses=2, outlook=outlook)
+        assert sum(map(explore, found)) > 10_000
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -10,7 +10,7 @@ from gyre_megatron.scheduler import POLICIES, CellOrder, Order, decide
 
 
 def test_names():
-    values = ["CellRole", "Outlook", "SchedulerState", "Wanted"]
+    values = ["CellRole", "Outlook", "SchedulerState"]
     expected = sorted(["POLICIES", "CellOrder", "Order", "Policy", "decide", *values])
     assert sorted(scheduler.__all__) == expected
     assert all(hasattr(scheduler, name) for name in expected)

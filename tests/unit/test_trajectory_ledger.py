@@ -26,7 +26,11 @@ QUEUED = "SELECT execution_id FROM executions WHERE state = 'queued' ORDER BY ex
 FINISHED_GROUPS = (
     "SELECT group_id FROM groups JOIN executions USING(group_id) WHERE trained_step IS NULL"
     " GROUP BY group_id HAVING sum(state != 'finished') = 0"
-    " ORDER BY max(finished_at), min(execution)"
+    " ORDER BY weight_version, max(finished_at), min(execution)"
+)
+UNFINISHED_VERSIONS = (
+    "SELECT weight_version FROM groups JOIN executions USING(group_id)"
+    " GROUP BY group_id HAVING sum(state != 'finished') > 0 ORDER BY weight_version"
 )
 
 
@@ -38,6 +42,7 @@ def assert_equal_to_sql(store: TrajectoryStore) -> None:
         assert store.num_queued == len(store.queued())
         assert store.queued(2) == store.queued()[:2]
         assert store.finished_groups() == [row[0] for row in ask(FINISHED_GROUPS)]
+        assert list(store.unfinished_versions) == [row[0] for row in ask(UNFINISHED_VERSIONS)]
         assert store.num_groups == ask("SELECT count(*) FROM groups")[0][0]
         versions = dict(ask("SELECT group_id, weight_version FROM groups"))
         assert {group: store.weight_version(group) for group in versions} == versions
@@ -136,6 +141,16 @@ TestHistories.settings = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
+
+
+def test_groups_of_older_weights_are_trained_first(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        ids = [store.add_group(name, {}, 1, version)[0] for name, version in (("a", 0), ("b", 1))]
+        assert store.unfinished_versions == (0, 1)
+        for execution_id in reversed(ids):
+            store.start_execution(execution_id)
+            store.finish_execution(execution_id, Outcome("scored", 1.0))
+        assert store.finished_groups() == ["a", "b"] and store.unfinished_versions == ()
 
 
 def test_groups_that_finish_in_another_order_than_their_dispatch(tmp_path: Path) -> None:

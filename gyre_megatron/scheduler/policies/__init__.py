@@ -16,13 +16,12 @@ from gyre_megatron.scheduler.policies.asynchronous import fixed_split
 from gyre_megatron.scheduler.policies.colocate import all_cells_together
 from gyre_megatron.scheduler.policies.gyre import waterlevel
 from gyre_megatron.scheduler.state import SchedulerState
-from gyre_megatron.scheduler.wanted import Wanted
 
-Policy = Callable[[SchedulerState, SchedulerConfig], int | Wanted]
+Policy = Callable[[SchedulerState, SchedulerConfig], int]
 
 POLICIES: ExtensionPoint[Policy] = ExtensionPoint(
     key="scheduler.policy",
     parameters=("state", "config"),
     builtin={"gyre": waterlevel, "colocate": all_cells_together, "async": fixed_split},
-    returns="int, the number of cells that should train now, or Wanted",
+    returns="int, the number of cells that should train now",
 )

@@ -11,6 +11,7 @@ def all_cells_together(state: SchedulerState, config: SchedulerConfig) -> int:
 
     Cells return at the end of a burst only, so a batch that is complete is not enough.
     """
-    if not state.at_boundary:
+    if state.training_cells and not state.at_boundary:
         return len(state.training_cells)
-    return len(state.roles) if state.ready_groups >= state.groups_to_train(config) else 0
+    ready = state.trainable_groups(config) >= state.groups_to_train(config)
+    return len(state.roles) if ready else 0
