@@ -162,7 +162,15 @@ class Actions:
 
     async def _sync(self, order: Sync) -> None:
         parts = self._parts
-        await parts.cells.order((0, *order.cells), order)
+        cells = parts.cells
+        helped = tuple(c for c in order.cells if not cells.registrations[c].pulls)
+        alone = tuple(c for c in order.cells if c not in helped)
+        orders = []
+        if alone:
+            orders.append(cells.order(alone, Sync(alone, order.version)))
+        if helped:  # the core stops its micro-steps for these only
+            orders.append(cells.order((0, *helped), Sync(helped, order.version)))
+        await asyncio.gather(*orders)
         for cell in order.cells:
             parts.run.cell_versions[cell] = order.version
         parts.cells.wake()

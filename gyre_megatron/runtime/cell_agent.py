@@ -43,6 +43,7 @@ from gyre_megatron.trajectory.packing import PackedBin
 from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.chain import CellChain
 from gyre_megatron.weights.process_groups import CrossCellGroups
+from gyre_megatron.weights.pull import CoreReader, CoreWeights
 
 if TYPE_CHECKING:
     from gyre_megatron.training import Trainer
@@ -59,6 +60,9 @@ class CellParts:
         weight_sync: installs the cell's training weights into its engine.
         groups: process groups to the same position of other cells.
         chain: brings the core's weights to the same position of other cells.
+        core_weights: what joiners read, on the core's ranks; None on others.
+        core_reader: reads the core's weights on its own; None in the core, and where they cannot
+            be reached so.
         parity: compares trainer and engine.
         directory: where the run's checkpoints are.
         server: the cell's SGLang server; None on ranks that do not lead their cell.
@@ -69,6 +73,8 @@ class CellParts:
     weight_sync: CellWeightSync
     groups: CrossCellGroups
     chain: CellChain
+    core_weights: CoreWeights | None
+    core_reader: CoreReader | None
     parity: ParityCheck
     directory: RunDirectory
     server: SglangServer | None
@@ -200,7 +206,14 @@ class CellAgent:
     # steps and weights ------------------------------
 
     def _sync(self, order: Sync) -> Metrics:
-        self._take_core_weights(order.version, order.cells)
+        reader = self._parts.core_reader
+        if reader is None:
+            self._take_core_weights(order.version, order.cells)
+        else:
+            trainer = self._parts.trainer
+            reader.pull(trainer.parameter_buffers(), order.version)
+            trainer.weights_changed()
+            self.version = order.version
         if self.cell != 0:
             # Not in the core: it has trained micro-steps of this batch already, and their gradients
             # would vanish without a trace.
@@ -215,9 +228,12 @@ class CellAgent:
             for buffer in parts.trainer.gradient_buffers():
                 parts.groups.reduce_to_core(buffer, order.prefix)
         if self.cell == 0:
+            assert parts.core_weights is not None
             if not order.skip:
+                parts.core_weights.begin_writing()
                 metrics = parts.trainer.optimizer_step()
             self.version = order.step
+            parts.core_weights.settle(order.step)
         parts.trainer.begin_batch(self.version)
         return metrics
 

@@ -36,11 +36,13 @@ class Register(msgspec.Struct, frozen=True):
         engine_url: its SGLang server.
         version: weight version of trainer and engine (steps trained).
         logprob_gap: largest difference found between the two, in nats.
+        pulls: whether its trainer takes the core's weights without the core's help.
     """
 
     engine_url: str
     version: int
     logprob_gap: float
+    pulls: bool = False
 
 
 class Report(msgspec.Struct, frozen=True):

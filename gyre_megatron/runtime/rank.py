@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gyre_megatron import training
 from gyre_megatron.config.loader import GyreConfig
 from gyre_megatron.config.model import Architecture
+from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.cpu import enable_cpu
 from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.engines.server import ServerSpec, SglangServer
@@ -42,6 +43,7 @@ from gyre_megatron.weights.chain import CellChain
 from gyre_megatron.weights.engine import ServingEngine
 from gyre_megatron.weights.network import local_address
 from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
+from gyre_megatron.weights.pull import CoreReader, CoreWeights
 
 TINY_MODEL_MAKERS: ExtensionPoint = ExtensionPoint(
     "model.tiny.maker", parameters=("config", "path"), returns="the checkpoint's directory"
@@ -233,6 +235,7 @@ def _build_parts(
     )
     if started.step > 0:
         _restore(trainer, chain, place.topology, directory)
+    core_weights, core_reader = _open_core(config.weights, place, trainer, started.step)
     engine_tp = config.engine.tp or place.topology.ranks_per_cell
     engine = ServingEngine(server, engine_tp, LOADER) if server else None
     weight_sync = CellWeightSync(
@@ -244,11 +247,27 @@ def _build_parts(
         weight_sync=weight_sync,
         groups=groups,
         chain=chain,
+        core_weights=core_weights,
+        core_reader=core_reader,
         parity=parity,
         directory=directory,
         server=server,
         client=client if place.is_leader else None,
     )
+
+
+def _open_core(
+    config: WeightsConfig, place: RankPlace, trainer: training.Trainer, version: int
+) -> tuple[CoreWeights | None, CoreReader | None]:
+    """The core's end, or a satellite's, of reading the core's weights without its help."""
+    position = place.topology.position_of(place.rank)
+    if place.cell == 0:
+        buffers = trainer.parameter_buffers()
+        return CoreWeights(buffers, config, place.store, position, version), None
+    reader = CoreReader.find(config, place.store, position)
+    found: list[bool] = [False] * place.topology.ranks_per_cell
+    dist.all_gather_object(found, reader is not None)
+    return None, reader if all(found) else None
 
 
 def _connect(config: GyreConfig, place: RankPlace) -> CrossCellGroups:
@@ -291,4 +310,8 @@ def _register(agent: CellAgent, parts: CellParts, step: int) -> None:
     metrics = agent.install(step) if step > 0 else agent.measure_parity()
     if parts.client is not None and parts.server is not None:
         gap = metrics[LOGPROB_GAP]
-        parts.client.register(Register(parts.server.url, version=step, logprob_gap=gap))
+        parts.client.register(
+            Register(
+                parts.server.url, version=step, logprob_gap=gap, pulls=parts.core_reader is not None
+            )
+        )
