@@ -18,12 +18,14 @@ from gyre_megatron.scheduler.orders import CellOrder, FinishStep, Leave, MicroSt
 from gyre_megatron.trajectory.packing import pack
 from gyre_megatron.weights.chain import CellChain
 from gyre_megatron.weights.process_groups import CellTopology, CrossCellGroups
+from gyre_megatron.weights.pull import CoreReader, CoreWeights
 from tests.dist.gradients import make_trainer
 from tests.dist.ranks import RankPool
 from tests.dist.tiny import VOCAB, make_checkpoint
 from tests.unit.random_trees import random_tree
 
 NUM_CELLS = 3
+WEIGHTS = WeightsConfig(staging_mib=4, timeout_s=60)
 NUM_STEPS = 2
 NUM_MICRO_STEPS = 8
 
@@ -122,14 +124,24 @@ def agent_of(
     config: TrainingConfig,
     groups: CrossCellGroups,
     chain: CellChain,
-    with_optimizer: bool,
+    kv_store: dist.Store,
+    pulls: bool = False,
 ) -> Recorded:
-    trainer = make_trainer(checkpoint, config, with_optimizer=with_optimizer)
+    is_core = groups.cell == 0
+    trainer = make_trainer(checkpoint, config, with_optimizer=is_core)
+    core_weights = reader = None
+    if is_core:
+        core_weights = CoreWeights(trainer.parameter_buffers(), WEIGHTS, kv_store, 0, version=0)
+    elif pulls:
+        reader = CoreReader.find(WEIGHTS, kv_store, 0)
+        assert reader is not None
     parts = CellParts(
         trainer=trainer,
         weight_sync=None,
         groups=groups,
         chain=chain,
+        core_weights=core_weights,
+        core_reader=reader,
         parity=None,
         directory=None,
         server=None,
@@ -145,37 +157,65 @@ def groups_of(folder: str, name: str, num_cells: int, cell: int) -> CrossCellGro
 
 def chain_of(folder: str, name: str, num_cells: int, cell: int) -> CellChain:
     store = dist.FileStore(f"{folder}/{name}-chain", num_cells)
-    config = WeightsConfig(staging_mib=4, timeout_s=60)
-    return CellChain(config, store, CellTopology(num_cells, num_cells), cell)
+    return CellChain(WEIGHTS, store, CellTopology(num_cells, num_cells), cell)
 
 
-def run_burst(folder: str, name: str, checkpoint: Path, script: Script):
+def store_of(folder: str, name: str, num_cells: int) -> dist.Store:
+    return dist.FileStore(f"{folder}/{name}-core", num_cells)
+
+
+def pull(agent: Recorded, order: Sync, kv_store: dist.Store) -> None:
+    """A sync in which the core takes no part: as the control plane does, nothing that changes its
+    weights is ordered meanwhile."""
+    key = f"{order.version}-{order.cells}"
+    if agent.cell == 0:
+        kv_store.set(f"frozen-{key}", "1")
+        kv_store.wait([f"taken-{key}-{cell}" for cell in order.cells], timedelta(seconds=60))
+        return
+    kv_store.wait([f"frozen-{key}"], timedelta(seconds=60))
+    agent.carry_out(order)
+    kv_store.set(f"taken-{key}-{agent.cell}", "1")
+
+
+def run_burst(folder: str, name: str, checkpoint: Path, script: Script, pulls: bool):
     """Carry the script out; returns what the core's optimizer was given, what it would have been
     given alone, and the weights at the end."""
     config = TrainingConfig(token_budget=1024, gspo=WIDE, optimizer=OPTIMIZER)
     cell = own_world(folder)
     groups = groups_of(folder, name, NUM_CELLS, cell)
     chain = chain_of(folder, name, NUM_CELLS, cell)
-    agent = agent_of(checkpoint, config, groups, chain, with_optimizer=cell == 0)
+    kv_store = store_of(folder, name, NUM_CELLS)
+    agent = agent_of(checkpoint, config, groups, chain, kv_store, pulls)
     for order in script[cell]:
-        agent.carry_out(order)
+        if pulls and isinstance(order, Sync):
+            pull(agent, order, kv_store)
+        else:
+            agent.carry_out(order)
     if cell != 0:
         return None, None, agent.weights()
     lone = f"{name}-alone", 1, 0
     reference = agent_of(
-        checkpoint, config, groups_of(folder, *lone), chain_of(folder, *lone), True
+        checkpoint,
+        config,
+        groups_of(folder, *lone),
+        chain_of(folder, *lone),
+        store_of(folder, *lone[:2]),
     )
     for order in alone():
         reference.carry_out(order)
     return agent.gradients, reference.gradients, agent.weights()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_step_has_the_gradient_of_one_cell_whoever_joined_when(cells, tmp_path_factory, seed):
+@pytest.mark.parametrize("pulls", [True, False], ids=["alone", "helped"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_has_the_gradient_of_one_cell_whoever_joined_when(
+    cells, tmp_path_factory, seed, pulls
+):
     folder = tmp_path_factory.mktemp("cells")
     checkpoint = make_checkpoint("dense", folder / "checkpoint")
     script = burst(seed)
-    results = cells.run(run_burst, str(folder), f"burst{seed}", checkpoint, script, timeout=240)
+    name = f"burst{seed}{pulls}"
+    results = cells.run(run_burst, str(folder), name, checkpoint, script, pulls, timeout=240)
     gradients, expected, weights = results[0]
     assert len(gradients) == len(expected) == NUM_STEPS
     for mine, alone_ in zip(gradients, expected, strict=True):
@@ -199,7 +239,11 @@ def train_bf16(folder: str, checkpoint: Path) -> tuple[list[torch.Tensor], torch
     for publishes in (True, False):
         lone = f"bf16{publishes}", 1, 0
         agent = agent_of(
-            checkpoint, config, groups_of(folder, *lone), chain_of(folder, *lone), True
+            checkpoint,
+            config,
+            groups_of(folder, *lone),
+            chain_of(folder, *lone),
+            store_of(folder, *lone[:2]),
         )
         before = agent.weights()
         agent.carry_out(Leave(0))
