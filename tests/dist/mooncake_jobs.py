@@ -1,5 +1,5 @@
 """Jobs of test_weights_mooncake, run in a network namespace: `-m tests.dist.mooncake_jobs
-{swap,chain,dead} FOLDER`."""
+{swap,chain,dead,pull} FOLDER`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from gyre_megatron.config.weights import WeightsConfig
+from gyre_megatron.errors import TransferError
+from gyre_megatron.weights.pull import CoreReader, CoreWeights
 from tests.dist import fault_jobs
 
 _started: list = []
@@ -61,9 +64,46 @@ def dead(folder: str) -> dict:
     return {"told": told, "seconds": time.monotonic() - start}
 
 
+def _pull(rank: int, port: int, pipe) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    config = WeightsConfig(transport="mooncake", timeout_s=30)
+    if rank == 0:
+        weights = [torch.arange(100_000, dtype=torch.float32), torch.full((3,), 2.0)]
+        core = CoreWeights(weights, config, store, 0, version=5)
+        pipe.send(True)
+        pipe.recv()  # its Python does nothing meanwhile
+        core.begin_writing()
+        pipe.send(True)
+    else:
+        reader = CoreReader.find(config, store, 0)
+        taken = [torch.zeros(100_000), torch.zeros(3)]
+        reader.pull(taken, version=5)
+        pipe.send(torch.equal(taken[0], torch.arange(100_000.0)) and bool((taken[1] == 2).all()))
+        pipe.recv()
+        try:
+            reader.pull(taken, version=5)
+            pipe.send("pulled")
+        except TransferError as error:
+            pipe.send(str(error))
+    pipe.recv()
+    os._exit(0)
+
+
+def pull(folder: str) -> dict:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _, core = _start(_pull, 0, store.port)
+    _, joiner = _start(_pull, 1, store.port)
+    exact = [pipe.poll(60) and pipe.recv() for pipe in (core, joiner)]
+    core.send("write")
+    core.recv()
+    joiner.send("again")
+    return {"exact": exact, "told": joiner.poll(60) and joiner.recv()}
+
+
 if __name__ == "__main__":
+    jobs = {"swap": swap, "chain": chain, "dead": dead, "pull": pull}
     try:
-        print(json.dumps({"swap": swap, "chain": chain, "dead": dead}[sys.argv[1]](sys.argv[2])), flush=True)
+        print(json.dumps(jobs[sys.argv[1]](sys.argv[2])), flush=True)
     finally:
         for child in _started:
             child.kill()

@@ -43,3 +43,9 @@ def test_a_dead_cell_is_an_error_in_time(tmp_path):
     result = _result(_isolated("dead", str(tmp_path)))
     assert all("processes [1] did not answer" in told for told in result["told"])
     assert result["seconds"] < 45
+
+
+def test_a_joiner_reads_the_cores_weights_by_itself(tmp_path):
+    result = _result(_isolated("pull", str(tmp_path)))
+    assert result["exact"] == [True, True]
+    assert "being written" in result["told"]

@@ -70,10 +70,11 @@ def test_a_run_from_start_to_end(tmp_path: Path):
     assert RunDirectory(cluster.directory).latest_checkpoint().step == 3
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_cells_that_join_a_burst_take_no_gradient_away(tmp_path: Path, lag: int):
+@pytest.mark.parametrize(("lag", "pulls"), [(0, False), (1, False), (0, True)])
+def test_cells_that_join_a_burst_take_no_gradient_away(tmp_path: Path, lag: int, pulls: bool):
     """Executions end one by one, so that cells join while others train, also in the second step of
-    a burst, in which they do not hold the step's weights yet."""
+    a burst, in which they do not hold the step's weights yet. The core is asked for its help by
+    those alone that need it."""
     settings = {
         **SMALL,
         "run.num_steps": 6,
@@ -84,13 +85,18 @@ def test_cells_that_join_a_burst_take_no_gradient_away(tmp_path: Path, lag: int)
     }
     with scripted_cluster(tmp_path, 3, settings) as cluster:
         cluster.micro_step_s = 0.15
+        cluster.pulls = pulls
         cluster.start()
         assert cluster.wait() == 0, cluster.output
         check_gradients(cluster)
         assert [record["step"] for record in cluster.lines("metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+        assert any(order.prefix > 1 for order in cluster.orders(0, FinishStep))
+        if pulls:
+            assert not cluster.orders(0, Sync)
+            assert cluster.orders(1, Sync)
+            return
         joined = {order.cells for order in cluster.orders(0, Sync)}
         assert joined and all(0 not in cells for cells in joined)
-        assert any(order.prefix > 1 for order in cluster.orders(0, FinishStep))
         if lag == 0:
             # The core was ordered to send to the satellites that needed weights, and only those.
             given = [c for order in cluster.orders(0, Sync) for c in order.cells]

@@ -115,7 +115,9 @@ class ScriptedCell(threading.Thread):
         client = ControlClient(self.cluster.url, self.cluster.token, self.cell, poll_s=1.0)
         engine = self.cluster.engines[self.cell].url
         try:
-            client.register(Register(engine, self.version, 0.0))
+            client.register(
+                Register(engine, self.version, 0.0, self.cluster.pulls and self.cell > 0)
+            )
             while self.reason is None:
                 envelope = envelope_decoder.decode(client.next_order())
                 if isinstance(envelope.order, Stop):
@@ -163,6 +165,7 @@ class ScriptedCluster:
 
     Attributes:
         reduced: micro-steps whose gradients reached the core, by step.
+        pulls: whether satellites take the core's weights without its help.
     """
 
     def __init__(self, folder: Path, num_cells: int, settings: dict[str, Any]) -> None:
@@ -171,6 +174,7 @@ class ScriptedCluster:
         self.micro_step_s = 0.02
         self.transfer_s = 0.25
         self.install_s = 0.5
+        self.pulls = False
         self.lock = threading.Lock()
         self.reduced: Counter[int] = Counter()
         self.start_step = 0
