@@ -190,7 +190,7 @@ class CallRecorder:
             num_context=len(prompt.lead),
             logprobs=np.asarray(sampled.logprobs, np.float32),
             versions=sampled.version_runs(),
-            temperature=self._sampling["temperature"] or 1.0,
+            temperature=self._sampling["temperature"],
             call_id=self._call.call_id,
             start=prompt.parent.end,
         )

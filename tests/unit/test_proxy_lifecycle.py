@@ -11,7 +11,13 @@ import httpx
 import numpy as np
 import pytest
 
-from gyre_megatron.config.rollout import ProcessorConfig, ProxyConfig, RolloutConfig, RouterConfig
+from gyre_megatron.config.rollout import (
+    ProcessorConfig,
+    ProxyConfig,
+    RolloutConfig,
+    RouterConfig,
+    SamplingConfig,
+)
 from gyre_megatron.proxy.sessions import Sessions
 from gyre_megatron.trajectory.processor import process_group
 from gyre_megatron.trajectory.records import Outcome
@@ -30,10 +36,11 @@ def drive(
     folder: Path,
     body: Callable[[RunningProxy, ScriptedEngine], Awaitable[None]],
     delay_s: float = 0.0,
+    config: RolloutConfig = CONFIG,
 ) -> None:
     async def main() -> None:
         engine = await ScriptedEngine(chain_policy(), version=1, token_delay_s=delay_s).start()
-        async with running_proxy(folder, [engine], config=CONFIG) as proxy:
+        async with running_proxy(folder, [engine], config=config) as proxy:
             await body(proxy, engine)
         await engine.stop()
 
@@ -72,6 +79,21 @@ async def hang_up(proxy: RunningProxy, engine: ScriptedEngine, token: str, strea
         if proxy.router.num_inflight() == 0 and proxy.store.calls_by_role():
             break
         await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_temperature_that_was_used_is_recorded(tmp_path: Path, temperature: float) -> None:
+    """A greedy call recorded as one of temperature 1 would train on log-probabilities that it does
+    not have."""
+    honours = CONFIG.model_copy(update={"sampling": SamplingConfig(temperature=None)})
+
+    async def body(proxy: RunningProxy, engine: ScriptedEngine) -> None:
+        execution_id, token = proxy.start_execution()
+        await ask(proxy, token, MESSAGES, temperature=temperature)
+        answers = [node for node in proxy.store.nodes(execution_id) if node.call_id]
+        assert [node.temperature for node in answers] == [temperature]
+
+    drive(tmp_path, body, config=honours)
 
 
 @pytest.mark.parametrize("stream", [False, True])
