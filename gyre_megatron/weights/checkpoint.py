@@ -21,6 +21,7 @@ from gyre_megatron.errors import CheckpointError
 from gyre_megatron.weights.boxes import Index, LocalBox
 from gyre_megatron.weights.canonical import canonical_tensors
 from gyre_megatron.weights.executor import Resharder, WireDtype
+from gyre_megatron.weights.fp8_checkpoint import FP8_DTYPES, dequantize_box, scale_name
 from gyre_megatron.weights.layout import WholeLayout
 from gyre_megatron.weights.megatron import bind, layout_of
 from gyre_megatron.weights.parallel import ParallelRank
@@ -31,7 +32,8 @@ _INDEX = "model.safetensors.index.json"
 
 
 class CheckpointReader:
-    """Reads boxes of named tensors from the safetensors files of a checkpoint directory.
+    """Reads boxes of named tensors from the safetensors files of a checkpoint directory; FP8 ones
+    as the numbers that they stand for.
 
     Raises:
         CheckpointError: the directory holds no safetensors, or a name is in none of its files.
@@ -75,7 +77,7 @@ class CheckpointReader:
 
     def _slice(self, opened, local_box: LocalBox) -> torch.Tensor:
         lazy = opened.get_slice(local_box.name)
-        shape = lazy.get_shape()
+        shape = tuple(lazy.get_shape())
         if len(shape) != len(local_box.shape) or any(
             s + n > have for s, n, have in zip(local_box.start, local_box.shape, shape, strict=True)
         ):
@@ -83,9 +85,19 @@ class CheckpointReader:
                 f"{local_box.name} has shape {tuple(shape)} in {self.path}, but the architecture needs "
                 f"{local_box.box}"
             )
-        return lazy[
+        values = lazy[
             tuple(slice(s, s + n) for s, n in zip(local_box.start, local_box.shape, strict=True))
         ]
+        if values.dtype not in FP8_DTYPES:
+            return values
+        scales = self._scales(local_box.name)
+        return dequantize_box(values, scales, local_box.box, shape, local_box.name)
+
+    def _scales(self, name: str) -> torch.Tensor:
+        """The scales of an FP8 tensor, which may lie in another file."""
+        scale = scale_name(name, self._files)
+        with safe_open(self._files[scale], "pt") as opened:
+            return opened.get_tensor(scale)
 
 
 def box_view(tensor: torch.Tensor, local_box: LocalBox) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from typing import Any
 
@@ -19,21 +20,29 @@ from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.errors import TransferError
 from gyre_megatron.training import Trainer
 from gyre_megatron.training.parallel import parallel_rank
-from gyre_megatron.weights.cell_sync import CellWeightSync
+from gyre_megatron.weights.cell_sync import CellWeightSync, PublishError
 from gyre_megatron.weights.checkpoint import save_hf_checkpoint
 from gyre_megatron.weights.engine import ServingEngine
+from gyre_megatron.weights.installer import EngineInstaller
 from gyre_megatron.weights.transports.ipc import IpcTransport
 
 TIMEOUT_S = 15.0
 _state: dict[str, Any] = {}
 
 
-def start(checkpoint: str, url: str, engine_tp: int, layout: dict[str, int]) -> None:
+def start(
+    checkpoint: str,
+    url: str,
+    engine_tp: int,
+    layout: dict[str, int],
+    timeout_s: float = TIMEOUT_S,
+    transport: str = "auto",
+) -> None:
     """Build the trainer and the publisher of this rank."""
     config, architecture = TrainingConfig(**layout), Architecture.from_checkpoint(checkpoint)
     trainer = Trainer(config, architecture, checkpoint, with_optimizer=False)
     place = parallel_rank(config, architecture)
-    weights = WeightsConfig(timeout_s=TIMEOUT_S)
+    weights = WeightsConfig(timeout_s=timeout_s, transport=transport)
     http = EngineHttp(url)
     sync = CellWeightSync(
         trainer.model_chunks,
@@ -82,6 +91,47 @@ def publish(version: int, fault: str | None = None) -> str:
         return str(error)
     assert report.version == version and report.bytes_written > 0
     return ""
+
+
+def publish_with_engine_stopped(version: int, before: str, pids: list[int]) -> dict[str, Any]:
+    """Publish; the leader stops the engine's schedulers before it sends the command or path
+    `before`. Returns what this rank was told."""
+    sync = _state["sync"]
+    if sync._engine is not None:
+        _stop_before(sync._engine, before, pids)
+    start = time.monotonic()
+    try:
+        sync.publish(version)
+        return {"state": "committed", "message": "", "seconds": time.monotonic() - start}
+    except PublishError as error:
+        return {
+            "state": error.outcome.state,
+            "held": error.outcome.held,
+            "served": error.outcome.served,
+            "message": str(error),
+            "seconds": time.monotonic() - start,
+        }
+
+
+def _stop_before(installer: EngineInstaller, before: str, pids: list[int]) -> None:
+    command, post = installer.command, installer._post
+
+    def stop() -> None:
+        installer.command, installer._post = command, post  # only once
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+
+    def stopping_command(op, *args, **kwargs):
+        if op == before:
+            stop()
+        return command(op, *args, **kwargs)
+
+    def stopping_post(path, body):
+        if path == before:
+            stop()
+        return post(path, body)
+
+    installer.command, installer._post = stopping_command, stopping_post
 
 
 def _damage_after_writing(sync: CellWeightSync) -> None:

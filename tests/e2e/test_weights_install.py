@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -53,9 +54,17 @@ def _checkpoint(family: str, folder: Path) -> Path:
 
 
 class Cell:
-    """Four training ranks and their server."""
+    """Training ranks and their server; `settings` are those of install_jobs.start."""
 
-    def __init__(self, family: str, tp: int, layout: dict[str, int], folder: Path) -> None:
+    def __init__(
+        self,
+        family: str,
+        tp: int,
+        layout: dict[str, int],
+        folder: Path,
+        num_ranks: int = 4,
+        **settings: Any,
+    ) -> None:
         self.checkpoint, self.folder = _checkpoint(family, folder / "checkpoint"), folder
         engine = EngineConfig(
             dtype="float32",
@@ -68,9 +77,10 @@ class Cell:
             ServerSpec(self.checkpoint, tp, "cpu", "127.0.0.1", 0, folder / "log"), engine
         )
         self.server.start()
-        self.ranks = RankPool(4)
+        self.ranks = RankPool(num_ranks)
         self.server.wait_until_ready()
-        self.ranks.run(install_jobs.start, str(self.checkpoint), self.server.url, tp, layout)
+        arguments = (str(self.checkpoint), self.server.url, tp, layout, *settings.values())
+        self.ranks.run(install_jobs.start, *arguments)
 
     def publish(self, version: int, fault: str | None = None) -> list[str]:
         return self.ranks.run(install_jobs.publish, version, fault)
