@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
 from benchmarks.swap import baselines, measure, models
-from benchmarks.swap.balance import imbalance
+from benchmarks.swap.balance import planned_imbalance
 from benchmarks.swap.ranks import run_ranks
 
 TRANSPORTS = ("ipc", "collective")
@@ -67,7 +67,7 @@ def bench(scale: str, staging_mib: int, repeats: int) -> dict[str, Any]:
         "gather_broadcast_seconds": common.spread(seconds["gather"]),
         "speedup_vs_gather": common.ratio(seconds["gather"], seconds["collective"]),
         **compared,
-        "imbalance": imbalance(),
+        "imbalance": planned_imbalance(),
     }
     for kind in TRANSPORTS:
         result[kind] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,19 @@ def _forecast(options: argparse.Namespace) -> dict[str, Any]:
     given = dict(network=options.network_gb_per_s, intra_node=options.intra_node_gb_per_s)
     rates = Rates(**{name: rate for name, rate in given.items() if rate is not None})
     ranks = range(train.num_ranks) if options.all_ranks else None
-    return forecast(train, serve, rates, staging_mib=options.staging_mib, ranks=ranks)
+    result = forecast(train, serve, rates, staging_mib=options.staging_mib, ranks=ranks)
+    _warn_of_memory(result["bytes_serve_max"] / 2**30, options.memory_gib)
+    return result
+
+
+def _warn_of_memory(needed_gib: float, memory_gib: float) -> None:
+    """Say so where the weights alone do not fit an engine rank's device."""
+    if needed_gib > memory_gib:
+        print(
+            f"gyre plan: an engine rank holds {needed_gib:.0f} GiB of weights, its device "
+            f"{memory_gib:g} GiB (--memory-gib): serve with more tp or ep",
+            file=sys.stderr,
+        )
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -74,9 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--intra-node-gb-per-s", type=float, help="of a rank; an H200's NVLink if not given"
     )
+    parser.add_argument(
+        "--memory-gib", type=float, default=141.0, help="of an engine rank's device (141, an H200)"
+    )
     parser.add_argument("--staging-mib", type=int, default=128, help="buffers of a transport (128)")
     parser.add_argument(
-        "--all-ranks", action="store_true", help="plan every rank instead of the extremes"
+        "--all-ranks", action="store_true", help="time the planning of every rank, not of a few"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the forecast here too")
     return parser

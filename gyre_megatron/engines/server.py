@@ -6,6 +6,7 @@ lives in its own process group and dies with the process that started it.
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import subprocess
@@ -21,6 +22,8 @@ from gyre_megatron.engines.client import EngineHttp
 from gyre_megatron.engines.loader import LOADER
 from gyre_megatron.errors import EngineError
 from gyre_megatron.processes import child_environment, group_members, send
+
+logger = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 25
 STOP_TIMEOUT_S = 15.0
@@ -187,9 +190,28 @@ class SglangServer:
         running on it."""
         self.post("/release_memory_occupation", {})
 
-    def onload(self) -> None:
-        """Take the memory back; the weights are installed next."""
-        self.post("/resume_memory_occupation", {})
+    def onload(self) -> bool:
+        """Take the memory back; the weights are installed next.
+
+        SGLang's scheduler dies of a resume that fails, and of one that is asked for twice. So a
+        server that does not resume is replaced by a new one at the same address, once.
+
+        Returns:
+            Whether it was replaced. A new server has the weights of its checkpoint, and who
+            publishes into it must attach afresh.
+
+        Raises:
+            EngineError: the new server does not start either.
+        """
+        try:
+            self.post("/resume_memory_occupation", {})
+            return False
+        except EngineError as error:
+            logger.warning("the server at %s is replaced: %s", self.url, error)
+        self.stop()
+        self.start()
+        self.wait_until_ready()
+        return True
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """One call of the engine's native `/generate`, without streaming."""

@@ -176,9 +176,10 @@ class CellAgent:
         return {}
 
     def _return(self, order: Return) -> Metrics:
-        if self._parts.server is not None:
-            self._parts.server.onload()
-        dist.barrier()  # nobody writes into the engine before its memory is back
+        replaced = [self._parts.server is not None and self._parts.server.onload()]
+        dist.broadcast_object_list(replaced, src=0)  # nobody writes before the memory is back
+        if replaced[0]:
+            self._parts.weight_sync.close()
         return self.install(order.version)
 
     def install(self, version: int) -> Metrics:

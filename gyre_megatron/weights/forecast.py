@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import isfinite, lcm, prod
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from gyre_megatron.config.base import one_line
@@ -28,6 +29,7 @@ from gyre_megatron.weights.megatron_names import MegatronStyle
 from gyre_megatron.weights.parallel import parallelism_of
 from gyre_megatron.weights.planner import plan_rank
 from gyre_megatron.weights.sglang import SglangLayout
+from gyre_megatron.weights.traffic import traffic
 
 _PLAN_TIMEOUT_S = 600
 
@@ -105,12 +107,6 @@ def serving_layout(architecture: Architecture, text: str) -> SglangLayout:
     return SglangLayout(architecture, tp, ep, attention_dp)
 
 
-def sample_ranks(num_ranks: int, stride: int) -> list[int]:
-    """First and last rank of every `stride` ranks (a pipeline stage): where the extremes lie."""
-    picked = {0, num_ranks - 1, *range(0, num_ranks, stride), *range(stride - 1, num_ranks, stride)}
-    return sorted(picked)
-
-
 def forecast(
     train: MegatronLayout,
     serve: SglangLayout,
@@ -122,8 +118,12 @@ def forecast(
     """Bytes, bound and planning cost of publishing a training cell to the engines on the same
     devices.
 
+    Bytes and bound are those of the busiest of all processes. The bound is what the wire alone
+    takes; how close a publish comes to it is for a measurement to say.
+
     Args:
-        ranks: processes to plan; default: the first and last of every pipeline stage.
+        ranks: processes whose planning is timed; default: the first, the last, and those with most
+            to send and to receive.
 
     Raises:
         ConfigError: the engines do not fit the cell.
@@ -131,16 +131,18 @@ def forecast(
     """
     check_engine_in_cell(serve.num_ranks, train.num_ranks)
     engines = ReplicatedLayout(serve, train.num_ranks // serve.num_ranks)
-    picked = (
-        sample_ranks(train.num_ranks, train.num_ranks // train.parallelism.pp)
-        if ranks is None
-        else list(ranks)
-    )
-    plans = [_in_child(train, engines, rank, bytes_per_parameter, rates) for rank in picked]
     tensors = canonical_tensors(train.architecture)
     sizes = {name: prod(shape) for name, shape in tensors.items()}
+    flows = traffic(train, engines, tensors, rates.ranks_per_node)
+    extremes = {0, train.num_ranks - 1, int(flows.out.argmax()), int(flows.incoming.argmax())}
+    picked = sorted(extremes) if ranks is None else list(ranks)
+    plans = [_in_child(train, engines, rank) for rank in picked]
     largest = sorted(sizes, key=lambda name: -sizes[name])[:10]
-    bound = max(plan["bound_seconds"] for plan in plans)
+    seconds = (
+        np.maximum(far / rates.network, near / rates.intra_node)
+        for far, near in ((flows.out_far, flows.out_near), (flows.in_far, flows.in_near))
+    )
+    bound = bytes_per_parameter / 1e9 * max(float(side.max()) for side in seconds)
     return dict(
         params_total=sum(sizes.values()),
         ranks_train=train.num_ranks,
@@ -149,12 +151,13 @@ def forecast(
         ranks_planned=picked,
         plan_seconds_max=max(plan["seconds"] for plan in plans),
         plan_peak_mib=max(plan["peak_mib"] for plan in plans),
-        bytes_out_max=max(plan["bytes_out"] for plan in plans),
-        bytes_in_max=max(plan["bytes_in"] for plan in plans),
-        bytes_local_max=max(plan["bytes_local"] for plan in plans),
+        bytes_out_max=bytes_per_parameter * int(flows.out.max()),
+        bytes_in_max=bytes_per_parameter * int(flows.incoming.max()),
+        bytes_local_max=bytes_per_parameter * int(flows.local.max()),
+        imbalance=imbalance(flows.out),
+        bytes_serve_max=bytes_per_parameter * _largest_rank(serve),
         parcels_max=max(plan["parcels"] for plan in plans),
         bound_seconds=bound,
-        predicted_seconds=1.5 * bound,
         staging_mib=staging_mib,
         largest_tensors=[
             dict(name=n, shape=tensors[n], bytes=sizes[n] * bytes_per_parameter) for n in largest
@@ -162,13 +165,22 @@ def forecast(
     )
 
 
-def _in_child(
-    train: MegatronLayout, engines: ReplicatedLayout, rank: int, size: int, rates: Rates
-) -> dict[str, Any]:
+def imbalance(sent: np.ndarray) -> float:
+    """The most that a process sends over the mean of all; 1 where nothing is sent."""
+    return float(sent.max() / sent.mean()) if sent.any() else 1.0
+
+
+def _largest_rank(serve: SglangLayout) -> int:
+    """Parameters of the engine rank that holds most of them: the first, which has the most of an
+    uneven vocabulary."""
+    return sum(prod(tensor.shape) for tensor in serve.tensors(0))
+
+
+def _in_child(train: MegatronLayout, engines: ReplicatedLayout, rank: int) -> dict[str, Any]:
     """Plan one rank in a forked child and bring back its figures."""
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_plan_one, args=(train, engines, rank, size, rates, theirs))
+    child = context.Process(target=_plan_one, args=(train, engines, rank, theirs))
     child.start()
     theirs.close()
     try:
@@ -187,51 +199,23 @@ def _in_child(
     return result
 
 
-def _plan_one(
-    train: MegatronLayout, engines: ReplicatedLayout, rank: int, size: int, rates: Rates, pipe
-) -> None:
+def _plan_one(train: MegatronLayout, engines: ReplicatedLayout, rank: int, pipe) -> None:
     """The child: answers with the figures, or with the error that the parent shall raise."""
     try:
-        pipe.send(_measure(train, engines, rank, size, rates))
+        pipe.send(_measure(train, engines, rank))
     except GyreError as error:
         pipe.send(error)
     pipe.close()
 
 
-def _measure(
-    train: MegatronLayout, engines: ReplicatedLayout, rank: int, size: int, rates: Rates
-) -> dict[str, Any]:
+def _measure(train: MegatronLayout, engines: ReplicatedLayout, rank: int) -> dict[str, Any]:
     before = _resident_mib()
     start = time.perf_counter()
     plan = plan_rank(train, engines, rank)
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
-    node = rank // rates.ranks_per_node
-    flows = []
-    for parcels_by_peer in (plan.sends, plan.receives):
-        near = far = 0
-        for peer, parcels in parcels_by_peer.items():
-            nbytes = size * sum(parcel.numel for parcel in parcels)
-            if peer // rates.ranks_per_node == node:
-                near += nbytes
-            else:
-                far += nbytes
-        flows.append((near, far))
-    count = sum(len(p) for side in (plan.sends, plan.receives) for p in side.values()) + len(
-        plan.local
-    )
-    return dict(
-        rank=rank,
-        seconds=seconds,
-        peak_mib=peak,
-        bytes_out=sum(flows[0]),
-        bytes_in=sum(flows[1]),
-        parcels=count,
-        bytes_local=size * sum(parcel.numel for parcel in plan.local),
-        bound_seconds=max(
-            max(far / rates.network, near / rates.intra_node) / 1e9 for near, far in flows
-        ),
-    )
+    sides = (*plan.sends.values(), *plan.receives.values(), plan.local)
+    return dict(seconds=seconds, peak_mib=peak, parcels=sum(len(parcels) for parcels in sides))
 
 
 def _resident_mib() -> float:

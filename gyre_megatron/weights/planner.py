@@ -94,7 +94,7 @@ def plan_rank(
             continue
         shards = source.shards(name), target.shards(name)
         only = None if name in outgoing else set(target_ranks)
-        for s, t, parcel in _routes(name, *shards, world, only):
+        for s, t, parcel in routes(name, *shards, world, only):
             sender, receiver = world.sources[s], world.targets[t]
             if sender == receiver == process:
                 plan.local.append(parcel)
@@ -105,18 +105,28 @@ def plan_rank(
     return plan
 
 
-def _routes(
+def routes(
     name: str,
     sources: Sequence[Shard],
     targets: Sequence[Shard],
     world: World,
     only: set[int] | None,
 ) -> Iterator[tuple[int, int, Parcel]]:
-    """(source rank, target rank, parcel) of one tensor: boxes are met once per group of replicas,
-    then dealt out.
+    """Who sends which part of one tensor to whom: boxes are met once per group of replicas, then
+    dealt out.
 
     A process reads what it holds itself; otherwise the replicas of a source shard take turns over
     the destination ranks, and which of them begins goes on from layer to layer.
+
+    Args:
+        sources, targets: what is held of the tensor on either side.
+        only: destination ranks to do it for; None does it for all.
+
+    Yields:
+        Source rank, destination rank, parcel.
+
+    Raises:
+        PlanError: an element has no source.
     """
     turn = _first_turn(name)
     own = [{world.sources[rank]: rank for rank in shard.ranks} for shard in sources]

@@ -113,6 +113,11 @@ def publish_with_engine_stopped(version: int, before: str, pids: list[int]) -> d
         }
 
 
+def forget() -> None:
+    """What the ranks of a cell do when its engine was replaced."""
+    _state["sync"].close()
+
+
 def _stop_before(installer: EngineInstaller, before: str, pids: list[int]) -> None:
     command, post = installer.command, installer._post
 

@@ -101,6 +101,21 @@ def test_an_engine_that_hangs_for_a_while(cell: Cell, step: str):
     assert cell.difference() < TOLERANCE
 
 
+def test_an_engine_that_cannot_resume_is_replaced_and_served_again(cell: Cell):
+    cell.server.offload()
+    for pid in _schedulers(cell):
+        os.kill(pid, signal.SIGKILL)
+    url = cell.server.url
+    assert cell.server.onload()
+    assert cell.server.url == url
+    assert cell.difference() > TOLERANCE  # it has its checkpoint's weights
+    cell.ranks.run(install_jobs.forget)
+    assert cell.publish(80) == ["", ""]
+    assert cell.served()[1] == "80" and cell.difference() < TOLERANCE
+    cell.server.offload()
+    assert not cell.server.onload()
+
+
 def test_an_engine_that_dies_is_an_error_on_all_ranks(cell: Cell):
     for process in psutil.Process(cell.server._process.pid).children(recursive=True):
         process.kill()
