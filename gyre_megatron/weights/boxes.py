@@ -124,7 +124,9 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 def subtract(box: Box, hole: Box) -> list[Box]:
     """Disjoint boxes that make up `box` without `hole` (which lies inside it)."""
-    rest, start, shape = [], list(box.start), list(box.shape)
+    rest: list[Box] = []
+    start = list(box.start)
+    shape = list(box.shape)
     for dim in range(len(shape)):
         before = hole.start[dim] - start[dim]
         after = start[dim] + shape[dim] - hole.start[dim] - hole.shape[dim]

@@ -91,11 +91,9 @@ def _attention_tensors(architecture: Architecture, prefix: str) -> Tensors:
 
 
 def _mla_tensors(architecture: Architecture, prefix: str) -> Tensors:
-    mla, hidden, heads = (
-        architecture.mla,
-        architecture.hidden_size,
-        architecture.num_attention_heads,
-    )
+    mla = architecture.mla
+    hidden = architecture.hidden_size
+    heads = architecture.num_attention_heads
     assert mla is not None
     queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     tensors: Tensors = {"q_proj": (queries, hidden)}
@@ -130,7 +128,9 @@ def _gdn_tensors(architecture: Architecture, prefix: str) -> Tensors:
 
 
 def _moe_tensors(architecture: Architecture, layer: int, experts: bool) -> Tensors:
-    moe, hidden, prefix = architecture.moe, architecture.hidden_size, layer_prefix(layer) + "mlp."
+    moe = architecture.moe
+    hidden = architecture.hidden_size
+    prefix = layer_prefix(layer) + "mlp."
     assert moe is not None
     tensors: Tensors = {prefix + "gate.weight": (moe.num_experts, hidden)}
     if moe.expert_bias:

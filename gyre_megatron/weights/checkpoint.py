@@ -20,12 +20,13 @@ from gyre_megatron.config.model import Architecture
 from gyre_megatron.errors import CheckpointError
 from gyre_megatron.weights.boxes import Index, LocalBox
 from gyre_megatron.weights.canonical import canonical_tensors
-from gyre_megatron.weights.executor import Resharder, WireDtype
+from gyre_megatron.weights.executor import Resharder
 from gyre_megatron.weights.fp8_checkpoint import FP8_DTYPES, dequantize_box, scale_name
 from gyre_megatron.weights.layout import WholeLayout
 from gyre_megatron.weights.megatron import bind, layout_of
 from gyre_megatron.weights.parallel import ParallelRank
 from gyre_megatron.weights.planner import plan_rank
+from gyre_megatron.weights.streams import WireDtype
 from gyre_megatron.weights.transports.base import Transport
 
 _INDEX = "model.safetensors.index.json"

@@ -21,39 +21,12 @@ from gyre_megatron.ops.boxes import copy_boxes
 from gyre_megatron.weights.direct import ArrivedSums, DirectCopies, SourceSums, Sums, add_sums
 from gyre_megatron.weights.planner import RankPlan
 from gyre_megatron.weights.shadow import Window
+from gyre_megatron.weights.stage_times import StageTimes
 from gyre_megatron.weights.streams import TRAILER, Stream, StreamTables, WireDtype, check, seal
 from gyre_megatron.weights.transports.base import Transport, Windows
 
-__all__ = ["Resharder", "StageTimes", "WireDtype"]
-
 _MIN_BUCKET = 4096
 _decode_sums = msgspec.msgpack.Decoder(Sums).decode
-
-
-@dataclass
-class StageTimes:
-    """Seconds that one process spent in each stage, and what it moved; stages overlap, so they need
-    not add up to the whole."""
-
-    direct: float = 0.0
-    """Copies into own targets and into peers' windows."""
-    pack: float = 0.0
-    wire: float = 0.0
-    """Sender: handing buckets to the transport, and waiting for free ones."""
-    wait: float = 0.0
-    """Receiver: waiting for buckets, or for a writer's sums."""
-    install: float = 0.0
-    check: float = 0.0
-    """Receiver: comparing what writers left in its windows with what they read."""
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    bytes_local: int = 0
-    bytes_read: int = 0
-    """Read by this process's own passes: packing, installing, copying, checksums. What a transport
-    does inside (a socket's copies) is not in it."""
-    bytes_written: int = 0
-    sums: Sums = field(default_factory=dict)
-    """With `sum_dtypes`: what this process's parcels add to the checksums of their targets."""
 
 
 @dataclass

@@ -99,7 +99,8 @@ class ReplicatedLayout(Layout):
     i // n."""
 
     def __init__(self, base: Layout, copies: int) -> None:
-        self._base, self._copies = base, copies
+        self._base = base
+        self._copies = copies
         self.num_ranks = base.num_ranks * copies
 
     def tensors(self, rank: int) -> Sequence[LocalTensor]:

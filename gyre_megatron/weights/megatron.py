@@ -142,10 +142,8 @@ class MegatronLayout(Layout):
         return tuple(tensors)
 
     def _build_experts(self, layer: int, ep_rank: int, etp_rank: int) -> tuple[LocalTensor, ...]:
-        blocks, p = (
-            LayerBlocks(self.architecture, self.style, self._prefix(layer), layer),
-            self.parallelism,
-        )
+        blocks = LayerBlocks(self.architecture, self.style, self._prefix(layer), layer)
+        p = self.parallelism
         return tuple(blocks.experts(p.ep, ep_rank, p.expert_tp, etp_rank))
 
     def _mtp_head(self, layer: int, tp_rank: int) -> list[LocalTensor]:
@@ -197,11 +195,9 @@ class MegatronLayout(Layout):
         return tuple(tensors)
 
     def _vocab(self, key: str, name: str, tp_rank: int, source: bool) -> LocalTensor:
-        vocab, hidden, tp = (
-            self.architecture.vocab_size,
-            self.architecture.hidden_size,
-            self.parallelism.tp,
-        )
+        vocab = self.architecture.vocab_size
+        hidden = self.architecture.hidden_size
+        tp = self.parallelism.tp
         total = self.style.padded_vocab_size or vocab
         if total % tp or total < vocab:
             raise LayoutError(

@@ -48,7 +48,8 @@ class LayerBlocks:
 
     def dense(self, tp: int, rank: int) -> list[LocalTensor]:
         """Everything but the routed experts."""
-        self.tp, self.rank = tp, rank
+        self.tp = tp
+        self.rank = rank
         gdn = self.arch.is_gdn_layer(self.layer) and not self.is_mtp
         attention = (
             self._gdn() if gdn else self._mla() if self.arch.mla is not None else self._attention()
@@ -87,7 +88,8 @@ class LayerBlocks:
                 f"{moe.num_experts} experts do not divide over ep={ep}; choose a divisor"
             )
         per = moe.num_experts // ep
-        self.tp, self.rank = etp, etp_rank
+        self.tp = etp
+        self.rank = etp_rank
         numbers = range(ep_rank * per, (ep_rank + 1) * per)
         if self.style.experts == "grouped":
             return self._grouped_experts(numbers, moe.intermediate_size)
@@ -169,7 +171,9 @@ class LayerBlocks:
         ]
 
     def _moe(self) -> list[LocalTensor]:
-        moe, hidden, hf = self.arch.moe, self.arch.hidden_size, self.hf + "mlp."
+        moe = self.arch.moe
+        hidden = self.arch.hidden_size
+        hf = self.hf + "mlp."
         assert moe is not None
         tensors = [
             self._replicated("mlp.router.weight", hf + "gate.weight", (moe.num_experts, hidden))
@@ -186,12 +190,10 @@ class LayerBlocks:
         return tensors
 
     def _attention(self) -> list[LocalTensor]:
-        arch, hf, hidden, head = (
-            self.arch,
-            self.hf + "self_attn.",
-            self.arch.hidden_size,
-            self.arch.head_dim,
-        )
+        arch = self.arch
+        hf = self.hf + "self_attn."
+        hidden = self.arch.hidden_size
+        head = self.arch.head_dim
         per, groups = arch.num_attention_heads // arch.num_key_value_heads, arch.num_key_value_heads
         height = (per * (2 if arch.attention_output_gate else 1) + 2) * head
         # with more ranks than groups, Megatron still cuts the grouped rows evenly (and gathers the
@@ -221,10 +223,8 @@ class LayerBlocks:
         return tensors
 
     def _query_blocks(self, name: str, group: int) -> list[Block]:
-        per, head = (
-            self.arch.num_attention_heads // self.arch.num_key_value_heads,
-            self.arch.head_dim,
-        )
+        per = self.arch.num_attention_heads // self.arch.num_key_value_heads
+        head = self.arch.head_dim
         hidden = self.arch.hidden_size
         if not self.arch.attention_output_gate:
             return [Block(name, (group * per * head, 0), (per * head, hidden))]
@@ -238,18 +238,14 @@ class LayerBlocks:
         ]
 
     def _mla(self) -> list[LocalTensor]:
-        arch, mla, hf, hidden = (
-            self.arch,
-            self.arch.mla,
-            self.hf + "self_attn.",
-            self.arch.hidden_size,
-        )
+        arch = self.arch
+        mla = self.arch.mla
+        hf = self.hf + "self_attn."
+        hidden = self.arch.hidden_size
         assert mla is not None
         heads, key = arch.num_attention_heads, "self_attention."
-        queries, values = (
-            heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim),
-            heads * mla.v_head_dim,
-        )
+        queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        values = heads * mla.v_head_dim
         down: Callable[..., LocalTensor] = (
             self._column if self.style.sharded_mla_down else self._whole_matrix
         )
@@ -299,12 +295,10 @@ class LayerBlocks:
         return self._norm(key, f"self_attn.{name}_a_layernorm.weight", size)
 
     def _gdn(self) -> list[LocalTensor]:
-        gdn, hf, hidden, key = (
-            self.arch.gdn,
-            self.hf + "linear_attn.",
-            self.arch.hidden_size,
-            "self_attention.",
-        )
+        gdn = self.arch.gdn
+        hf = self.hf + "linear_attn."
+        hidden = self.arch.hidden_size
+        key = "self_attention."
         assert gdn is not None
         if self.style.fused_norms:
             raise LayoutError(
@@ -316,7 +310,9 @@ class LayerBlocks:
         first, count = self._cut(gdn.num_key_heads, "Gated DeltaNet key heads")
         ratio = gdn.num_value_heads // gdn.num_key_heads
         dk, dv = gdn.key_head_dim, ratio * gdn.value_head_dim
-        qkvz, ba, group = hf + "in_proj_qkvz.weight", hf + "in_proj_ba.weight", 2 * (dk + dv)
+        qkvz = hf + "in_proj_qkvz.weight"
+        ba = hf + "in_proj_ba.weight"
+        group = 2 * (dk + dv)
         parts = [
             (qkvz, group, 0, dk),
             (qkvz, group, dk, dk),

@@ -131,12 +131,12 @@ class SglangLayout(Layout):
         ]
 
     def _attention(self, key: str, hf: str, rank: int) -> list[LocalTensor]:
-        arch, hidden, head = (
-            self.architecture,
-            self.architecture.hidden_size,
-            self.architecture.head_dim,
-        )
-        tp, heads, groups = self.attention_tp, arch.num_attention_heads, arch.num_key_value_heads
+        arch = self.architecture
+        hidden = self.architecture.hidden_size
+        head = self.architecture.head_dim
+        tp = self.attention_tp
+        heads = arch.num_attention_heads
+        groups = arch.num_key_value_heads
         queries = heads * head * (2 if arch.attention_output_gate else 1)
         start, length = cut(queries, tp, rank, hf + "q_proj")
         replicas = max(1, tp // groups)
@@ -159,13 +159,13 @@ class SglangLayout(Layout):
         return tensors
 
     def _mla(self, hf: str, rank: int) -> list[LocalTensor]:
-        arch, mla, hidden = self.architecture, self.architecture.mla, self.architecture.hidden_size
+        arch = self.architecture
+        mla = arch.mla
+        hidden = arch.hidden_size
         assert mla is not None
-        tp, heads, latent = (
-            self.attention_tp,
-            arch.num_attention_heads,
-            mla.kv_lora_rank + mla.qk_rope_head_dim,
-        )
+        tp = self.attention_tp
+        heads = arch.num_attention_heads
+        latent = mla.kv_lora_rank + mla.qk_rope_head_dim
         queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         down = [(hf + "kv_a_proj_with_mqa.weight", latent)]
         if mla.q_lora_rank is None:
@@ -194,12 +194,12 @@ class SglangLayout(Layout):
         ]
 
     def _gdn(self, hf: str, rank: int) -> list[LocalTensor]:
-        gdn, hidden, tp = self.architecture.gdn, self.architecture.hidden_size, self.attention_tp
+        gdn = self.architecture.gdn
+        hidden = self.architecture.hidden_size
+        tp = self.attention_tp
         assert gdn is not None
-        keys, values = (
-            gdn.num_key_heads * gdn.key_head_dim,
-            gdn.num_value_heads * gdn.value_head_dim,
-        )
+        keys = gdn.num_key_heads * gdn.key_head_dim
+        values = gdn.num_value_heads * gdn.value_head_dim
         conv = []
         for base, size in ((0, keys), (keys, keys), (2 * keys, values)):
             start, length = cut(size, tp, rank, hf + "conv1d")
@@ -223,7 +223,9 @@ class SglangLayout(Layout):
         ]
 
     def _moe(self, layer: int, rank: int) -> list[LocalTensor]:
-        arch, moe, hf = self.architecture, self.architecture.moe, layer_prefix(layer) + "mlp."
+        arch = self.architecture
+        moe = arch.moe
+        hf = layer_prefix(layer) + "mlp."
         assert moe is not None
         tensors = [
             whole(hf + "gate.weight", hf + "gate.weight", (moe.num_experts, arch.hidden_size))
@@ -241,11 +243,9 @@ class SglangLayout(Layout):
         return tensors
 
     def _build_experts(self, layer: int, rank: int) -> tuple[LocalTensor, ...]:
-        moe, hidden, key = (
-            self.architecture.moe,
-            self.architecture.hidden_size,
-            layer_prefix(layer) + "mlp.experts.",
-        )
+        moe = self.architecture.moe
+        hidden = self.architecture.hidden_size
+        key = layer_prefix(layer) + "mlp.experts."
         assert moe is not None
         size = self.tp // self.ep
         first, count = cut(moe.num_experts, self.ep, rank // size, "experts")

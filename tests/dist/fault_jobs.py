@@ -21,6 +21,7 @@ from gyre_megatron.weights.boxes import LocalTensor, LocalBox, contiguous_stride
 from gyre_megatron.weights.executor import Resharder
 from gyre_megatron.weights.layout import ListedLayout
 from gyre_megatron.weights.planner import plan_rank
+from gyre_megatron.weights.shadow import Shadow, tensor_specs
 from gyre_megatron.weights.transports.base import Transport
 from gyre_megatron.weights.transports.collective import CollectiveTransport
 from gyre_megatron.weights.transports.file import FileTransport
@@ -51,7 +52,7 @@ def _values(layout: ListedLayout, rank: int, version: int) -> dict[str, torch.Te
 
 def make(kind: str, store: dist.Store, rank: int, n: int, folder: str, name: str = "t") -> Transport:
     common: dict[str, Any] = dict(name=name, timeout_s=TIMEOUT_S, staging_bytes=256 << 10)
-    if kind == "ipc":
+    if kind in ("ipc", "windows"):
         return IpcTransport(store, rank, n, **common)
     if kind == "file":
         return FileTransport(store, rank, n, folder, **common)
@@ -71,8 +72,15 @@ class Swapper:
         self.transport = make(kind, store, rank, n, folder, name)
         self.have = _values(self.source, rank, 0)
         self.got = {key: torch.zeros_like(t) for key, t in _values(self.target, rank, 0).items()}
+        windows = []
+        if kind == "windows":  # peers write straight into what this process gets
+            path = Path(folder) / f"{name}-{rank}"
+            shadow = Shadow.create(path, tensor_specs(self.got))
+            self.got, windows = shadow.tensors, [shadow.window]
         plan = plan_rank(self.source, self.target, rank)
-        self.resharder = Resharder(plan, self.have, self.got, self.transport, lambda _: torch.float32, verify=True)
+        self.resharder = Resharder(
+            plan, self.have, self.got, self.transport, lambda _: torch.float32, verify=True, windows=windows
+        )
 
     def swap(self, version: int) -> None:
         """Move version `version` and compare every element."""
@@ -81,6 +89,24 @@ class Swapper:
         self.resharder.run()
         for key, tensor in _values(self.target, self.rank, version).items():
             assert torch.equal(self.got[key], tensor), key
+
+
+def _fault_in_window(swapper: Swapper, fault: str) -> None:
+    """Arrange for this process to misbehave after it has written into a peer's window."""
+    copy = swapper.resharder._copy
+
+    def faulty_copy(copies, times, verify):
+        sums = copy(copies, times, verify)
+        if verify:
+            swapper.resharder._copy = copy  # only once
+            if fault == "corrupt":
+                index, offset = copies._table[0, 2:4].tolist()
+                copies._targets[index].view(-1)[offset] += 1
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        return sums
+
+    swapper.resharder._copy = faulty_copy
 
 
 def _fault(swapper: Swapper, fault: str) -> None:
@@ -124,7 +150,7 @@ def faulty(kind: str, fault: str, rank: int, n: int, port: int, folder: str, pip
     swapper = Swapper(kind, store, rank, n, folder)
     swapper.swap(1)
     if rank == 1:
-        _fault(swapper, fault)
+        (_fault_in_window if kind == "windows" else _fault)(swapper, fault)
     start = time.monotonic()
     try:
         swapper.swap(2)
