@@ -71,9 +71,12 @@ class SglangServer:
     def __init__(self, spec: ServerSpec, config: EngineConfig) -> None:
         self.spec = spec
         self.config = config
-        self.port = spec.port or _free_port(spec.host)
-        self.url = f"http://{spec.host}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._take_port(spec.port or _free_port(spec.host))
+
+    def _take_port(self, port: int) -> None:
+        self.port = port
+        self.url = f"http://{self.spec.host}:{port}"
         self.http = EngineHttp(self.url)
 
     def start(self) -> None:
@@ -148,12 +151,19 @@ class SglangServer:
     def wait_until_ready(self) -> None:
         """Block until the health check answers.
 
+        A port that was free when the server started may be taken when it listens; where any port
+        will do, it is started again on another. Read `url` after this.
+
         Raises:
             EngineError: the process ended or the time limit passed; the message holds its last log
             lines.
         """
         deadline = time.monotonic() + self.config.start_timeout_s
         while time.monotonic() < deadline:
+            if self.spec.port == 0 and self._lost_its_port():
+                self.stop()
+                self._take_port(_free_port(self.spec.host))
+                self.start()
             self.check_alive()
             if self.http.is_healthy():
                 self._freeze_garbage_collector()
@@ -180,6 +190,11 @@ class SglangServer:
                 f"the SGLang server at {self.url} ended with exit code {code}; its last log lines "
                 f"({self.spec.log_file}):\n{self.log_tail()}"
             )
+
+    def _lost_its_port(self) -> bool:
+        """Whether the process ended because somebody else listens on its port."""
+        ended = self._process is not None and self._process.poll() is not None
+        return ended and _is_taken(self.spec.host, self.port)
 
     def log_tail(self) -> str:
         lines = self.spec.log_file.read_text(errors="replace").splitlines()
@@ -259,12 +274,18 @@ def _free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
-def _refuse_taken_port(host: str, port: int) -> None:
+def _is_taken(host: str, port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
-            raise EngineError(
-                f"port {port} on {host} is in use ({error}); stop what listens there or set another"
-            ) from None
+        except OSError:
+            return True
+    return False
+
+
+def _refuse_taken_port(host: str, port: int) -> None:
+    if _is_taken(host, port):
+        raise EngineError(
+            f"port {port} on {host} is in use; stop what listens there or set another"
+        )

@@ -31,7 +31,7 @@ from gyre_megatron.weights.messages import Status
 from gyre_megatron.weights.parallel import ParallelRank
 from gyre_megatron.weights.planner import plan_digest
 from gyre_megatron.weights.rendezvous import Rendezvous
-from gyre_megatron.weights.shadow_plan import ShadowPlan, sums_of_ranks
+from gyre_megatron.weights.shadow_plan import ShadowPlan
 from gyre_megatron.weights.shared_memory import memory_identity
 from gyre_megatron.weights.transports.base import Transport
 from gyre_megatron.weights.transports.choose import open_transport
@@ -243,7 +243,7 @@ class CellWeightSync:
         total: Sums = {}
         for sums in everyone:
             add_sums(total, _decode_sums(sums))
-        return sums_of_ranks(total, self._plan.num_engine_ranks)
+        return self._plan.sums_of_ranks(total)
 
     def _install(self, version: int, sums: list[Sums] | None) -> None:
         """Let the leader commit, and everyone know how it ended."""

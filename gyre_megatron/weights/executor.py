@@ -53,7 +53,7 @@ class Resharder:
         verify: each receiver compares checksums of what arrived with those of what was read.
             Buckets are refused before they are installed, windows after they were written.
         windows: files that hold `targets`, all of them or none; peers that can map them write into
-            them.
+            them, as soon as they enter the next run: use or copy the targets before.
         sum_dtypes: dtype of every target that this process's parcels go to, its own and its peers',
             by keys that are unique over all processes. Then `run` returns the parcels' checksums
             for whoever reads the targets next, and `verify` may be left off.

@@ -110,6 +110,21 @@ class ShadowPlan:
             sum_dtypes=self._dtypes if sums else None,
         )
 
+    def sums_of_ranks(self, total: Sums) -> list[Sums]:
+        """The senders' added sums as one dictionary for every engine rank, keys without the rank.
+
+        A tensor of padding alone (an engine may give a rank no part of an expert) is sent by
+        nobody and must be zeros; any other without a sum stays without one, and is refused.
+        """
+        ranks: list[Sums] = []
+        for rank in range(self.num_engine_ranks):
+            tensors = self.target.tensors(rank)
+            padding = {tensor.key: 0 for tensor in tensors if not tensor.local_boxes}
+            added = {t.key: total[t.key] for t in tensors if t.key in total}
+            prefix = _prefix(rank)
+            ranks.append({k.removeprefix(prefix): v for k, v in {**padding, **added}.items()})
+        return ranks
+
     def _check_covered(self) -> None:
         arriving: dict[int, list[Parcel]] = {rank: [] for rank in self._held}
         received = (p for some in self._plan.receives.values() for p in some)
@@ -130,15 +145,6 @@ class ShadowPlan:
                         f"{box.tensor}, as {dtype}"
                     )
         return found
-
-
-def sums_of_ranks(total: Sums, num_engine_ranks: int) -> list[Sums]:
-    """Checksums by "<engine rank>/<parameter>" as one dictionary for every engine rank."""
-    ranks: list[Sums] = [{} for _ in range(num_engine_ranks)]
-    for key, value in total.items():
-        rank, parameter = key.split("/", 1)
-        ranks[int(rank)][parameter] = value
-    return ranks
 
 
 def _prefix(rank: int) -> str:
