@@ -82,6 +82,7 @@ class _Values(dict[str, Any]):
 
 TREE = "bench_tree"
 PROXY = "bench_proxy"
+SWAP = "bench_swap"
 ONE = "training.workloads.one_execution"
 
 BLOCKS = (
@@ -102,6 +103,27 @@ BLOCKS = (
                 TREE,
                 f"{ONE}.efficiency",
                 "{:.2f}",
+            ),
+            Figure(
+                "gather + broadcast of {gb_delivered} GB of weights, {pair}, against a publish, "
+                "both over gloo",
+                SWAP,
+                "speedup_vs_gather",
+                "{:.1f}x",
+            ),
+            Figure(
+                "Megatron-Core's reshard of the same weights, {megatron_pair}, against ours, both "
+                "over gloo",
+                SWAP,
+                "speedup_vs_megatron",
+                "{:.1f}x",
+            ),
+            Figure(
+                "a publish through shared memory, checksums and their comparison included, against "
+                "one memcpy of the same bytes",
+                SWAP,
+                "ratio_to_bound",
+                "{:.2f}x",
             ),
             Figure(
                 "what the proxy adds to a call with {history_tokens} tokens of history, against "
@@ -147,6 +169,46 @@ BLOCKS = (
             Figure("block tables of {mask/tokens} tokens", TREE, "mask.ms_1m_tokens", "{:.2f} ms"),
             Figure(
                 "the same / writing as many bytes into their rows", TREE, "mask.vs_floor", "{:.2f}x"
+            ),
+        ),
+    ),
+    Block(
+        "docs/hot_swap.md",
+        "figures",
+        (
+            *(
+                figure
+                for kind, name in (("ipc", "shared memory"), ("collective", "gloo"))
+                for figure in (
+                    Figure(
+                        f"a publish, {{pair}}, over {name}", SWAP, f"{kind}.seconds", "{:.2f} s"
+                    ),
+                    Figure("the same / its bytes raw", SWAP, f"{kind}.ratio_to_bound", "{:.2f}x"),
+                    Figure(
+                        "CPU seconds of all ranks for a GB delivered",
+                        SWAP,
+                        f"{kind}.cpu_seconds_per_gb",
+                        "{:.2f} s",
+                    ),
+                    Figure(
+                        "the same for its bytes raw",
+                        SWAP,
+                        f"{kind}.bound_cpu_seconds_per_gb",
+                        "{:.2f} s",
+                    ),
+                )
+            ),
+            Figure(
+                "gather + broadcast / a publish, both over gloo",
+                SWAP,
+                "speedup_vs_gather",
+                "{:.1f}x",
+            ),
+            Figure(
+                "Megatron-Core's reshard / ours, {megatron_pair}, both over gloo",
+                SWAP,
+                "speedup_vs_megatron",
+                "{:.1f}x",
             ),
         ),
     ),
