@@ -28,7 +28,7 @@ class SchedulerConfig(Section):
     it trains; a step waits for a group that would exceed it. At least phi + mu - 1, with which groups
     are trained in the order of dispatch; None is mu - 1 + 2 phi, room for phi steps of stragglers."""
     cell_capacity: int = Field(16, ge=1)
-    """C_e: executions a cell serves at once; fewer where its engine is measured to hold fewer."""
+    """C_e: executions a cell serves at once."""
     async_training_cells: int = Field(1, ge=1)
     """Cells that train under the policy async; the others serve."""
 

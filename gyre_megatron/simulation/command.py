@@ -17,6 +17,7 @@ from gyre_megatron.errors import ConfigError
 from gyre_megatron.simulation.build import build
 from gyre_megatron.simulation.compare import compare, comparison, run_policy
 from gyre_megatron.simulation.config import SimulationConfig
+from gyre_megatron.simulation.paper import paper_table
 from gyre_megatron.simulation.pictures import draw_front, draw_gantt, pareto_front
 
 SWEEPS = {
@@ -31,7 +32,16 @@ SWEEPS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gyre simulate", description=__doc__)
     parser.add_argument(
-        "file", help="simulation in YAML, for example examples/simulation/small.yaml"
+        "file",
+        nargs="?",
+        help="simulation in YAML, for example examples/simulation/small.yaml; with --paper the "
+        "folder of the published workloads' files",
+    )
+    parser.add_argument(
+        "--paper", action="store_true", help="QwenGyre's published table beside what is simulated"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=12, help="optimizer steps of each run of --paper"
     )
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=c")
     parser.add_argument(
@@ -46,7 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.pictures is not None:
         options.pictures.mkdir(parents=True, exist_ok=True)
-    if options.sweep:
+    if options.paper:
+        folder = Path(options.file or "examples/simulation")
+        result = _paper(folder, options.steps, options.overrides)
+    elif options.file is None:
+        parser.error(
+            "the file of a simulation is missing, for example examples/simulation/small.yaml"
+        )
+    elif options.sweep:
         result = _sweep(options.file, options.overrides, options.sweep, options.pictures)
     else:
         config = load_section(options.file, SimulationConfig, options.overrides)
@@ -54,6 +71,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1))
     return 0
+
+
+def _paper(folder: Path, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
+    result = paper_table(folder, steps, tuple(overrides))
+    table = Table(title="QwenGyre, arXiv 2609.33848")
+    for name in ("row", "paper", "simulated", "error", "fitted"):
+        table.add_column(name, justify="left" if name == "row" else "right")
+    for row in result["rows"]:
+        published = row["paper"]
+        if isinstance(published, tuple):
+            published = f"{published[0]:g} to {published[1]:g}"
+        fitted = "yes" if row["fitted"] else ""
+        simulated = f"{row['simulated']:.3f}"
+        table.add_row(row["name"], str(published), simulated, f"{row['error']:+.1%}", fitted)
+    Console().print(table)
+    print(
+        f"largest error {result['max_abs_error']:.1%}, of rows that were not fitted "
+        f"{result['predicted_max_abs_error']:.1%}; {steps} steps a run"
+    )
+    return result
 
 
 def _compare(config: SimulationConfig, pictures: Path | None) -> dict[str, Any]:
