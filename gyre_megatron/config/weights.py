@@ -30,6 +30,10 @@ class WeightsConfig(Section):
     """What the Transfer Engine speaks; `rdma` where the ranks have InfiniBand or RoCE ports."""
     staging_mib: int = Field(128, ge=1)
     """Most staging memory that one rank may hold at a time; larger buckets hide more latency."""
+    delta: bool = False
+    """Send other cells only what changed since the version that they hold, without loss. In bf16
+    few elements change in a step, so this pays where the link between cells is the bottleneck; the
+    core keeps a copy of its shard in host memory for it, and passes over it once."""
     timeout_s: float = Field(120.0, gt=0)
     """A wait for another rank or for the engine that takes longer fails the swap everywhere; the
     old weights stay."""

@@ -42,6 +42,7 @@ from gyre_megatron.scheduler.orders import (
 from gyre_megatron.trajectory.packing import PackedBin
 from gyre_megatron.weights.cell_sync import CellWeightSync
 from gyre_megatron.weights.chain import CellChain
+from gyre_megatron.weights.delta_chain import Versions
 from gyre_megatron.weights.process_groups import CrossCellGroups
 from gyre_megatron.weights.pull import CoreReader, CoreWeights
 
@@ -81,10 +82,12 @@ class CellParts:
     client: ControlClient | None
 
 
-def take_core_weights(trainer: Trainer, chain: CellChain, cells: Sequence[int]) -> None:
+def take_core_weights(
+    trainer: Trainer, chain: CellChain, cells: Sequence[int], versions: Versions | None = None
+) -> None:
     """Bring the trainers of `cells` to the core's weights, down the chain of cells; called by the
     core and all of them. Nothing changes in the core."""
-    chain.take_core_weights(trainer.parameter_buffers(), cells)
+    chain.take_core_weights(trainer.parameter_buffers(), cells, versions)
     if chain.cell != 0:
         # Not in the core: it only sent, and its optimizer's fp32 weights are finer than the bf16
         # ones they would be read back from.
@@ -248,7 +251,8 @@ class CellAgent:
 
     def _take_core_weights(self, version: int, cells: Sequence[int]) -> None:
         parts = self._parts
-        take_core_weights(parts.trainer, parts.chain, cells)
+        versions = Versions(held=self.version, wanted=version)
+        take_core_weights(parts.trainer, parts.chain, cells, versions)
         self.version = version
 
     def _checkpoint(self, order: Checkpoint) -> Metrics:

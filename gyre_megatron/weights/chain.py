@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.errors import TransferError
+from gyre_megatron.weights.delta_chain import DeltaChain, Versions
 from gyre_megatron.weights.process_groups import CellTopology
+from gyre_megatron.weights.rendezvous import Rendezvous
 from gyre_megatron.weights.streams import TRAILER, check, seal
 from gyre_megatron.weights.transports.base import Inbox, Outbox, Transport
 from gyre_megatron.weights.transports.choose import open_transport
@@ -49,8 +51,14 @@ class CellChain:
         self.cell = topology.cell_of(rank)
         self._position = topology.position_of(rank)
         self._transports: dict[tuple[int, ...], Transport] = {}
+        self._deltas: dict[tuple[int, ...], DeltaChain] = {}
 
-    def take_core_weights(self, buffers: Sequence[torch.Tensor], cells: Sequence[int]) -> int:
+    def take_core_weights(
+        self,
+        buffers: Sequence[torch.Tensor],
+        cells: Sequence[int],
+        versions: Versions | None = None,
+    ) -> int:
         """Overwrite `buffers` in `cells` with those of the core, cell 0; called by the core and by
         each of them, at every position. Cells that are left out take no part and are not held up.
 
@@ -58,6 +66,8 @@ class CellChain:
             buffers: contiguous tensors, the same number, shapes and dtypes at this position of
                 every cell.
             cells: in the order in which they pass the weights on.
+            versions: of this process's buffers; with `weights.delta` all give them, and only what
+                changed is sent.
 
         Returns:
             Bytes received (by the core: sent).
@@ -72,7 +82,9 @@ class CellChain:
         try:
             transport = self._transport(chain)
             try:
-                return chain_broadcast(buffers, transport, self._config.verify)
+                if versions is None or not self._config.delta:
+                    return chain_broadcast(buffers, transport, self._config.verify)
+                return self._send_changes(buffers, chain, transport, versions)
             finally:
                 transport.release()
         except TransferError as error:
@@ -80,6 +92,37 @@ class CellChain:
                 f"chain of cells {list(chain)} at position {self._position}, whose processes are "
                 f"numbered in this order: {error}"
             ) from error
+
+    def _send_changes(
+        self,
+        buffers: Sequence[torch.Tensor],
+        chain: tuple[int, ...],
+        transport: Transport,
+        versions: Versions,
+    ) -> int:
+        changes = self._changes(chain)
+        encoded = changes.encode(buffers, versions)
+        if encoded is None:
+            num_bytes = chain_broadcast(buffers, transport, self._config.verify)
+        else:
+            announced, payload = encoded
+            num_bytes = len(announced)
+            if payload.numel():  # nothing may have changed
+                num_bytes += chain_broadcast([payload], transport, self._config.verify)
+            if self.cell != 0:
+                changes.apply(announced, payload, buffers)
+        if self.cell == 0:
+            changes.sent(buffers, versions.wanted)
+        return num_bytes
+
+    def _changes(self, chain: tuple[int, ...]) -> DeltaChain:
+        if chain not in self._deltas:
+            name = f"gyre/delta{'-'.join(map(str, chain))}/position{self._position}"
+            kv_store = dist.PrefixStore(name, self._kv_store)
+            place = chain.index(self.cell)
+            meet = Rendezvous(kv_store, place, len(chain), self._config.timeout_s)
+            self._deltas[chain] = DeltaChain(meet)
+        return self._deltas[chain]
 
     def _transport(self, chain: tuple[int, ...]) -> Transport:
         if chain not in self._transports:
