@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from gyre_megatron.config.scheduler import SchedulerConfig
-from gyre_megatron.scheduler import POLICIES, SchedulerState, Wanted
+from gyre_megatron.scheduler import POLICIES, SchedulerState
 
 VARIABLE = "GYRE_SCHEDULE_TURNS"
 
@@ -66,7 +66,7 @@ def _turns() -> Turns:
     return Turns.from_json(os.environ[VARIABLE])
 
 
-def policy(state: SchedulerState, config: SchedulerConfig) -> int | Wanted:
+def policy(state: SchedulerState, config: SchedulerConfig) -> int:
     """What the policy of the step in progress wants."""
     last = state.total_steps
     name, cells = split(_turns().policy_of(min(state.published_steps + 1, last)))

@@ -50,6 +50,7 @@ STORE = {
     "set_call_state": "call_ids, state",
     "sizes": "execution_id",
     "start_execution": "execution_id",
+    "unfinished_versions": None,
     "weight_version": "group_id",
 }
 RECORDS = {
