@@ -21,6 +21,7 @@ from gyre_megatron.weights.boxes import LocalTensor, LocalBox, contiguous_stride
 from gyre_megatron.weights.executor import Resharder
 from gyre_megatron.weights.layout import ListedLayout
 from gyre_megatron.weights.planner import plan_rank
+from gyre_megatron.weights.rendezvous import Rendezvous
 from gyre_megatron.weights.shadow import Shadow, tensor_specs
 from gyre_megatron.weights.transports.base import Transport
 from gyre_megatron.weights.transports.collective import CollectiveTransport
@@ -73,10 +74,14 @@ class Swapper:
         self.have = _values(self.source, rank, 0)
         self.got = {key: torch.zeros_like(t) for key, t in _values(self.target, rank, 0).items()}
         windows = []
+        self.compared = None
         if kind == "windows":  # peers write straight into what this process gets
             path = Path(folder) / f"{name}-{rank}"
             shadow = Shadow.create(path, tensor_specs(self.got))
             self.got, windows = shadow.tensors, [shadow.window]
+            # Where a publish waits for the engine's commit, this waits for everybody's comparison:
+            # the next swap's writes would come into it.
+            self.compared = Rendezvous(dist.PrefixStore(f"{name}-compared", store), rank, n, 30.0)
         plan = plan_rank(self.source, self.target, rank)
         self.resharder = Resharder(
             plan, self.have, self.got, self.transport, lambda _: torch.float32, verify=True, windows=windows
@@ -89,6 +94,9 @@ class Swapper:
         self.resharder.run()
         for key, tensor in _values(self.target, self.rank, version).items():
             assert torch.equal(self.got[key], tensor), key
+        if self.compared is not None:
+            self.compared.start()
+            self.compared.exchange("comparing")
 
 
 def _fault_in_window(swapper: Swapper, fault: str) -> None:
