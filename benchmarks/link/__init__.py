@@ -1,0 +1,1 @@
+"""Parts of bench_delta: two hosts on one machine, and what runs on each."""
