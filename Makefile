@@ -41,11 +41,14 @@ demo-control: setup  ## the same with a learning rate of 0: nothing is learnt
 	@$(RUN) python -m gyre_megatron report runs/demo-control --label demo-control --expect flat
 
 test: setup check clients  ## checks, unit tests, multi-rank tests and end-to-end tests, but for the slow ones
-	$(RUN) python -m pytest -m "not slow $(WITHOUT_CLIENTS)" -n 2 --dist loadfile tests/unit
-	$(RUN) python -m pytest -m "not slow $(WITHOUT_CLIENTS)" tests/dist tests/e2e tests/gpu
+	$(RUN) python -m pytest -m "not slow $(WITHOUT_CLIENTS)" -n 2 --dist loadfile $(ONE_CORE)
+	$(RUN) python -m pytest -m "not slow $(WITHOUT_CLIENTS)" tests/dist tests/e2e tests/gpu $(addprefix --ignore ,$(filter %.py,$(ONE_CORE)))
 
 test-slow: setup  ## the rest: the widest matrices and the longest loads
 	$(RUN) python -m pytest -m slow
+
+# What keeps one core busy runs two files at a time; the longest file first.
+ONE_CORE := tests/e2e/test_bad_input.py tests/unit
 
 # Real harnesses (Claude Code, Codex, mini-swe-agent) come from npm and PyPI; without npm their tests are left out.
 NPM := $(shell command -v npm)
