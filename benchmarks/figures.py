@@ -83,6 +83,7 @@ class _Values(dict[str, Any]):
 TREE = "bench_tree"
 PROXY = "bench_proxy"
 SWAP = "bench_swap"
+DELTA = "bench_delta"
 ONE = "training.workloads.one_execution"
 
 BLOCKS = (
@@ -124,6 +125,13 @@ BLOCKS = (
                 SWAP,
                 "ratio_to_bound",
                 "{:.2f}x",
+            ),
+            Figure(
+                "weights whole / only what changed, 3% of the elements, between two hosts over a "
+                "link of {link_mbit_per_s} Mbit/s",
+                DELTA,
+                "delta.0_03.speedup",
+                "{:.1f}x",
             ),
             Figure(
                 "what the proxy adds to a call with {history_tokens} tokens of history, against "
@@ -209,6 +217,22 @@ BLOCKS = (
                 SWAP,
                 "speedup_vs_megatron",
                 "{:.1f}x",
+            ),
+            Figure(
+                "{mib} MiB to a cell on another host, {link_mbit_per_s} Mbit/s, whole / the same "
+                "bytes over plain TCP",
+                DELTA,
+                "hosts.whole_vs_raw",
+                "{:.2f}x",
+            ),
+            *(
+                Figure(
+                    f"whole / what changed, {name} of the elements, same link",
+                    DELTA,
+                    f"delta.{key}.speedup",
+                    "{:.1f}x",
+                )
+                for key, name in (("0_01", "1%"), ("0_03", "3%"), ("0_1", "10%"))
             ),
         ),
     ),
