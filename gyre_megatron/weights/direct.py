@@ -30,10 +30,8 @@ class DirectCopies:
         source_index: Mapping[str, int],
         targets: Mapping[str, torch.Tensor],
     ) -> None:
-        self._keys = _target_keys(parcels)
+        self._keys, self._table = _keyed_table(parcels, source_index)
         self._targets = [targets[key] for key in self._keys]
-        index = {key: i for i, key in enumerate(self._keys)}
-        self._table = table_of(direct_rows(parcels, source_index, index))
         self.nbytes = sum(p.numel * targets[p.target.tensor].element_size() for p in parcels)
 
     def run(self, sources: Sequence[torch.Tensor], with_sums: bool) -> Sums:
@@ -66,11 +64,9 @@ class SourceSums:
         source_index: Mapping[str, int],
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        self._keys = _target_keys(parcels)
+        self._keys, self._table = _keyed_table(parcels, source_index)
         self._dtypes = [dtypes[key] for key in self._keys]
         self.nbytes = sum(p.numel * dtypes[p.target.tensor].itemsize for p in parcels)
-        index = {key: i for i, key in enumerate(self._keys)}
-        self._table = table_of(direct_rows(parcels, source_index, index))
 
     def of(self, sources: Sequence[torch.Tensor]) -> Sums:
         """Read the sources once."""
@@ -108,6 +104,14 @@ def add_sums(total: Sums, part: Sums) -> None:
     """Add `part` to `total`."""
     for key, value in part.items():
         total[key] = wrap64(total.get(key, 0) + value)
+
+
+def _keyed_table(
+    parcels: Sequence[Parcel], source_index: Mapping[str, int]
+) -> tuple[list[str], torch.Tensor]:
+    """Keys of the targets, and the table of boxes in which targets go by their place among them."""
+    keys = _target_keys(parcels)
+    return keys, table_of(direct_rows(parcels, source_index, {k: i for i, k in enumerate(keys)}))
 
 
 def _target_keys(parcels: Sequence[Parcel]) -> list[str]:

@@ -20,7 +20,6 @@ import pickle
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import msgspec
 import torch
@@ -29,9 +28,9 @@ import torch.distributed as dist
 from gyre_megatron.config.weights import WeightsConfig
 from gyre_megatron.errors import TransferError
 from gyre_megatron.weights.network import local_address
+from gyre_megatron.weights.shared_memory import host_identity
 from gyre_megatron.weights.transports.mooncake import Endpoint
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _READ_BYTES = 64 << 20
 _BEING_WRITTEN = -1
 
@@ -86,17 +85,21 @@ class CoreWeights:
         self._stamp = torch.full((1,), version, dtype=torch.int64, device=buffers[0].device)
         self._buffers = [self._stamp, *buffers]
         sizes = [_num_bytes(buffer) for buffer in self._buffers]
-        offer = _Offer(_host(), sizes)
+        offer = _Offer(host_identity(), sizes)
         if config.transport == "mooncake":
             self._endpoint = _endpoint(config, kv_store)
             for buffer in self._buffers:
                 self._endpoint.register(buffer)
             addresses = [buffer.data_ptr() for buffer in self._buffers]
-            offer = _Offer(_host(), sizes, session=self._endpoint.session, addresses=addresses)
+            offer = _Offer(
+                host_identity(), sizes, session=self._endpoint.session, addresses=addresses
+            )
         elif all(buffer.is_cuda for buffer in self._buffers):
-            offer = _Offer(_host(), sizes, cuda=bytes(ForkingPickler.dumps(self._buffers)))
+            offer = _Offer(host_identity(), sizes, cuda=bytes(ForkingPickler.dumps(self._buffers)))
         elif not any(buffer.is_cuda for buffer in self._buffers):
-            offer = _Offer(_host(), sizes, memory=[_share(buffer) for buffer in self._buffers])
+            offer = _Offer(
+                host_identity(), sizes, memory=[_share(buffer) for buffer in self._buffers]
+            )
         self._places = [buffer.data_ptr() for buffer in self._buffers]
         kv_store.set(_key(position), base64.b64encode(msgspec.msgpack.encode(offer)).decode())
 
@@ -159,7 +162,7 @@ class CoreReader:
         offer = msgspec.msgpack.decode(base64.b64decode(kv_store.get(key)), type=_Offer)
         if offer.session:
             return cls(offer, None, _endpoint(config, kv_store), config.timeout_s)
-        if offer.host != _host():
+        if offer.host != host_identity():
             return None
         if offer.cuda:
             sources = [tensor.view(-1).view(torch.uint8) for tensor in pickle.loads(offer.cuda)]
@@ -218,10 +221,6 @@ class CoreReader:
 
 def _key(position: int) -> str:
     return f"gyre/core_weights/{position}"
-
-
-def _host() -> str:
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename
 
 
 def _num_bytes(buffer: torch.Tensor) -> int:

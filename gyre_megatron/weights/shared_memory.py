@@ -68,13 +68,17 @@ def sweep(parent: Path, prefix: str) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def host_identity() -> str:
+    """The same for all processes of one running host, whatever namespaces they are in."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+
+
 def memory_identity(directory: Path) -> str:
     """The same for two processes exactly if they see the same files in `directory`.
 
     Raises:
         TransferError: there is no such directory.
     """
-    host = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     try:
         status = directory.stat()
     except OSError as error:
@@ -82,7 +86,7 @@ def memory_identity(directory: Path) -> str:
             f"weights.shared_memory_dir: {directory} cannot be used ({error}); name a directory in "
             "memory, such as /dev/shm"
         ) from None
-    return f"{host}:{status.st_dev}:{status.st_ino}"
+    return f"{host_identity()}:{status.st_dev}:{status.st_ino}"
 
 
 def reserve_file(descriptor: int, size: int) -> None:
